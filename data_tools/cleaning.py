@@ -208,7 +208,9 @@ def excluded_letters(paths: tuple[str, ...]) -> set[str]:
     for path in paths:
         lines = {folded_letters(line) for _, line in read_lines(Path(path))} - {""}
         if not lines:
-            raise UserError(f"rules.exclude: {path} has no text; give a file of evaluation text, or leave it out")
+            raise UserError(
+                f"rules.exclude: {path} has no text. Name a file of evaluation text, or remove the file from the rule"
+            )
         excluded |= lines
     return excluded
 
@@ -279,7 +281,7 @@ def load_fasttext(path: str) -> Any:
     try:
         return fasttext.load_model(path)
     except ValueError as error:
-        raise UserError(f"rules.lid: {path}: {error}; give a model of fastText") from None
+        raise UserError(f"rules.lid: {path} cannot be loaded ({error}). Name a fastText model") from None
 
 
 @cache

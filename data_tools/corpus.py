@@ -55,7 +55,7 @@ class Length(Strict):
     def check(self) -> Self:
         for bounds in (self.characters, self.tokens):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"{list(bounds)} must be [fewest, most]")
+                raise ValueError(f"{list(bounds)} must be [minimum, maximum]")
         return self
 
 
@@ -167,23 +167,36 @@ class SourceSpec(Strict):
     def check(self) -> Self:
         formats = [name for name in FORMATS if getattr(self, name) is not None]
         if len(formats) != 1:
-            raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(formats) or 'none'}")
+            raise ValueError(
+                f"the source must have one of the keys {', '.join(FORMATS)}; it has {', '.join(formats) or 'none'}"
+            )
         if (self.pairs is None) == (self.mono is None):
-            raise ValueError("needs pairs: [en, de] or mono: en")
+            raise ValueError(
+                "the source must have either the key `pairs`, such as pairs: [en, de], or the key `mono`, such as "
+                "mono: en"
+            )
         if self.pairs and spelling_key(self.pairs[0]) == spelling_key(self.pairs[1]):
-            raise ValueError(f"pairs: {list(self.pairs)} must be two languages")
+            raise ValueError(f"pairs: {list(self.pairs)} must be two different languages")
         if self.mono and self.format in ("tsv", "tmx"):
-            raise ValueError(f"mono: {self.format} holds pairs; write pairs: [en, de]")
+            raise ValueError(f"mono: a source with `{self.format}` has pairs. Write pairs: [en, de] instead of mono")
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
-                raise ValueError(f"{language!r} must have only letters, digits, _ and inner -, such as zh-Hant")
+                raise ValueError(
+                    f"the name of the language {language!r} may have only letters, digits, _ and, between them, -, "
+                    "such as zh-Hant"
+                )
         if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
+            raise ValueError(
+                f"name: {self.name!r} may have only letters, digits, _, - and ., and must not begin with - or ."
+            )
         if self.pairs and self.text and (isinstance(self.text, str) or len(self.text) != 2):
-            raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
+            raise ValueError(
+                f"text: {self.text!r} must be a list of two files, because the source has `pairs`; for example "
+                "[a.en, a.de]"
+            )
         for key in set[str]().union(*FORMATS.values()) & self.model_fields_set:
             if getattr(self, key) is not None and key not in FORMATS[self.format]:
-                raise ValueError(f"{key}: a source of {self.format} has no such key; remove it")
+                raise ValueError(f"{key}: a source with `{self.format}` cannot have this key. Remove it")
         self._check_columns()
         return self
 
@@ -194,16 +207,23 @@ class SourceSpec(Strict):
             columns.append(self.links)
         if self.mono and (columns or self.links is not None):
             raise ValueError(
-                "columns and links are keys of sources with `pairs`, and this source has `mono`; remove them"
+                "columns and links: only a source with `pairs` can have these keys, and this source has `mono`. "
+                "Remove them"
             )
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
-            raise ValueError("columns and links: tsv needs the numbers of columns, from 1, such as columns: [1, 2]")
+            raise ValueError(
+                "columns and links: a source with `tsv` needs numbers of columns, counted from 1, such as "
+                "columns: [1, 2]"
+            )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
-            raise ValueError(f"columns and links: {self.format} needs names, such as columns: [en, de] or links: F")
+            raise ValueError(
+                f"columns and links: a source with `{self.format}` needs names, such as columns: [en, de] or "
+                "links: FILE"
+            )
         if len(set(columns)) < len(columns):
-            raise ValueError("columns and links: the columns must be different ones")
+            raise ValueError("columns and links: the same column is named twice")
         if self.linked and not self.links:
-            raise ValueError("linked: needs the file of links, as links: F")
+            raise ValueError("linked: this key needs a file of links. Write links: FILE")
 
 
 class TokenizerSpec(Strict):
@@ -244,15 +264,20 @@ class Corpus(Strict):
                 problems += problem_lines(error, f"sources.{number}.rules.")
                 continue
             if rules.length.tokens and not self.tokenizer:
-                problems.append(f"sources.{number}.rules.length.tokens: needs tokenizer: {{vocab_size: N}} or a path")
+                problems.append(
+                    f"sources.{number}.rules.length.tokens: this rule needs a tokenizer. Write `tokenizer: "
+                    "{vocab_size: N}` or `tokenizer: PATH`"
+                )
         for name, times in Counter(self.names).items():
             if times > 1:
-                problems.append(f"sources: two sources have the name {name}; give each source its own `name`")
+                problems.append(f"sources: two sources have the name {name}. Set a different `name` for each source")
         spellings = dict[str, str]()
         for language in self.languages:
             other = spellings.setdefault(spelling_key(language), language)
             if other != language:
-                problems.append(f"sources: {other} and {language} are the same language; choose one spelling")
+                problems.append(
+                    f"sources: {other} and {language} are names of the same language. Use one of them in all sources"
+                )
         if problems:
             raise ValueError("\n  ".join(problems))
         return self
@@ -301,11 +326,11 @@ def load_corpus(path: Path) -> Corpus:
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not YAML in UTF-8: {error}; correct it") from None
+        raise UserError(f"{path} is not YAML in UTF-8 ({error}). Correct the file") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the path of a corpus.yaml") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Name a corpus.yaml") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
+        raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Corpus.model_fields)}")
     return parse_corpus(tree, str(path))
 
 
@@ -338,8 +363,8 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
     if named:
         raise UserError(
-            f"{place}: remove the keys `pairs` and `mono`, since the index of {source['shards']} has the languages "
-            f"{'-'.join(langs)}"
+            f"{place}: the source of {source['shards']} has `pairs` or `mono`, but the index of these shards has "
+            f"the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
         )
     source.update(languages)
 
@@ -352,10 +377,13 @@ def problem_lines(error: ValidationError, prefix: str) -> list[str]:
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             remedy = removed_name(str(problem["loc"][-1]))
-            text = f"unknown key here; {remedy or 'remove or move it (docs/reference/corpus.md)'}"
+            text = (
+                "unknown key. "
+                f"{remedy or 'Remove the key, or move it to the place that docs/reference/corpus.md names'}"
+            )
         elif problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
         elif isinstance(problem["input"], bool):
-            text += "; YAML reads yes, no, on and off as truth values: quote them"
+            text += ". YAML reads yes, no, on and off as truth values: write them with quotation marks"
         lines.append(f"{prefix}{place}: {text}" if place else f"{prefix}{text}")
     return lines

@@ -142,11 +142,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("data/demo"))
     parser.add_argument("--pairs", type=int, default=20_000)
-    parser.add_argument("--mono", type=int, default=20_000, help="sentences of en and of xx; yy has a fifth")
+    parser.add_argument(
+        "--mono",
+        type=int,
+        default=20_000,
+        help="number of monolingual sentences in en, and in xx; yy has a fifth as many",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     build(args.out, args.pairs, args.mono, args.seed)
-    print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences each of en and xx, a tokenizer, dictionaries")
+    print(
+        f"{args.out} has {args.pairs:,} pairs, {args.mono:,} monolingual sentences in each of en and xx, a "
+        "tokenizer and dictionaries"
+    )
 
 
 if __name__ == "__main__":

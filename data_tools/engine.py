@@ -70,7 +70,7 @@ def lock_folder(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
+        raise UserError(f"another process writes to {folder}. Wait until the process has ended, or stop it") from None
     except OSError:
         pass  # the file system has no locks
     return fd
@@ -114,8 +114,8 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
             yield future.result()
     except BrokenProcessPool:
         raise MachineError(
-            f"a worker was killed during `{tasks.name}`, perhaps because memory ran out (see `dmesg`); start again "
-            f"with fewer --workers: finished tasks are not done again"
+            f"a worker process was killed in the step `{tasks.name}`, perhaps because the memory ran out (see "
+            "`dmesg`). Start again with fewer --workers; finished tasks are not repeated"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -148,14 +148,17 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
     try:
         done = subprocess.run(["sbatch", *flags], env=environment, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError("--executor slurm needs `sbatch` on PATH; install SLURM, or choose --executor local") from None
+        raise UserError(
+            "--executor slurm needs the command `sbatch`, which is not on PATH. Start on a machine with SLURM, or "
+            "choose --executor local"
+        ) from None
     missing = [n for n in tasks.numbers if not done_mark(tasks.folder, tasks.name, n).exists()]
     if missing:
         job = done.stdout.strip().partition(";")[0]
         log = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"{tasks.name}-{job}_*.out")))
         problem = (log or done.stderr).rpartition("error: ")[2].strip()[-2000:]
         raise (UserError if done.returncode == 2 else MachineError)(
-            f"step {tasks.name}: {len(missing)} of {len(tasks.numbers)} tasks failed: {problem}; see {logs}"
+            f"step {tasks.name}: {len(missing)} of {len(tasks.numbers)} tasks failed: {problem}. The logs are in {logs}"
         )
     yield
 
@@ -165,12 +168,16 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
     try:
         import ray
     except ImportError:
-        raise UserError("ray is not installed; `pip install ray`, or choose --executor local") from None
+        raise UserError(
+            "the package ray is not installed. Run `pip install 'xscale[ray]'`, or choose --executor local"
+        ) from None
     if not ray.is_initialized():
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
-            raise MachineError(f"Ray cannot be reached: {error}; correct RAY_ADDRESS, or start Ray there") from None
+            raise MachineError(
+                f"the Ray cluster does not answer ({error}). Correct RAY_ADDRESS, or start Ray at this address"
+            ) from None
     remote = ray.remote(do_task)
     folder = tasks.folder.resolve()
     left = list(tasks.numbers)
@@ -185,8 +192,8 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise MachineError(
-            f"Ray lost a worker during `{tasks.name}`: {str(error)[:500]}; start again: finished tasks are not done "
-            f"again"
+            f"Ray lost a worker in the step `{tasks.name}` ({str(error)[:500]}). Start again; finished tasks are "
+            "not repeated"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""(Re)build the index of a directory of WebDataset tars, including tars that other tools wrote.
+"""Write index.json of a folder of WebDataset tars, including tars that other tools wrote.
 
     xscale data index DIR [--langs en de]
 
@@ -91,7 +91,10 @@ def scan_tar(
                 check_languages(record.langs)
                 langs = record.langs
             elif record.langs != langs:
-                raise ValueError(f"languages {record.langs} after records with {langs}; give each its own directory")
+                raise ValueError(
+                    f"the record has the languages {record.langs}, but earlier records have {langs}. Use one "
+                    "folder per language or language pair"
+                )
             if segmentations and record.links is not None and len(langs) == 2:
                 project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
             entries += idx_entries(stored, follows=record.doc is not None and record.doc == doc)
@@ -100,7 +103,7 @@ def scan_tar(
     except (ValueError, tarfile.TarError, EOFError) as error:
         raise UserError(f"{path}: record {len(entries)}: {error}") from None
     if langs is None or not entries:
-        raise UserError(f"{path} holds no record, because the tar is empty or cut off; write it again")
+        raise UserError(f"{path} has no record, because the tar is empty or cut off. Write the tar again")
     idx = np.array(entries, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(idx), path.stat().st_size, files.sha256_file(path), zlib.crc32(idx.tobytes()))
     documents = int(np.count_nonzero(idx["length"] < FOLLOWS))
@@ -145,20 +148,27 @@ def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
     layouts = set[str]()
     for member in tar:
         if member.offset_data + member.size > size:
-            raise ValueError("the file ends inside a member; copy the tar again")
+            raise ValueError("the file ends inside a member of the tar. Copy the tar again")
         if member.isdir():
             continue
         if not member.isfile():
-            raise ValueError(f"member {member.name} is a link or a device; archive the file itself: tar --dereference")
+            raise ValueError(
+                f"the tar member {member.name} is a link or a device. Write the tar again with `tar --dereference`"
+            )
         if not is_sample_member(member.name):
             continue
         layouts.add(layout_name(member))
         if len(layouts) == 2:
-            raise ValueError(f"member {member.name}: a source has either .jsonl members or others; separate them")
+            raise ValueError(
+                f"the tar member {member.name}: a tar cannot have both .jsonl members and others. Write them to "
+                "different folders"
+            )
         yield member
     rest = os.pread(fd, 1 << 20, tar.offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
-        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows; copy the tar again")
+        raise ValueError(
+            "the tar is cut off or damaged after this record, because it has no end-of-archive mark. Copy the tar again"
+        )
 
 
 def idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int]]:
@@ -168,7 +178,7 @@ def idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int
     record = stored.record
     length = len(stored.data)
     if length >= FOLLOWS:
-        raise ValueError(f"record {record.key!r} has {length:,} bytes, more than 2 GiB; split its text")
+        raise ValueError(f"record {record.key!r} has {length:,} bytes, more than 2 GiB. Split its text")
     # Raises an error for a lone surrogate, which no tokenizer accepts.
     text_bytes = [len(text.encode()) for text in record.texts]
     crc = zlib.crc32(stored.data)
@@ -189,7 +199,7 @@ def build_index(
     """
     paths = sorted(directory.glob("*.tar"))
     if not paths:
-        raise UserError(f"no .tar in {directory}; give a folder of tars")
+        raise UserError(f"{directory} has no .tar files. Name a folder of tars")
     segmentations = segmentation_by_layout(directory) if check_links else None
     index_one = partial(index_tar, langs=langs, segmentations=segmentations)
     index = index_content(directory, map_tars(index_one, paths), made_by)
@@ -206,7 +216,9 @@ def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list
         try:
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
-            raise MachineError("a process that scans tars was killed, perhaps by lack of memory; start again") from None
+            raise MachineError(
+                "a process that reads tars was killed, perhaps because the memory ran out. Start again"
+            ) from None
 
 
 def index_tar(
@@ -240,8 +252,8 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / tar.shard.name} holds {tar.langs} ({tar.layout}), {first.shard.name} holds "
-                f"{first.langs} ({first.layout}); give each its own directory"
+                f"{directory / tar.shard.name} has the languages {tar.langs} and the layout {tar.layout!r}, but "
+                f"{first.shard.name} has {first.langs} and {first.layout!r}. Move one of them to another folder"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -284,9 +296,9 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     dropped = counts.pop("dropped_links", 0)
     left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason not in ("lines", "records")]
     if left_out:
-        line += f"; left out lines: {', '.join(left_out)}"
+        line += f"; lines that were left out: {', '.join(left_out)}"
     if dropped:
-        line += f"; {dropped:,} links of a word and a symbol dropped"
+        line += f"; {dropped:,} links between a word and a punctuation mark or other symbol were left out"
     return line
 
 
@@ -295,7 +307,9 @@ def main(argv: list[str] | None = None) -> None:
         prog="xscale data index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
+    parser.add_argument(
+        "--langs", nargs="+", help="languages of the text, if the names of the tar members do not say them"
+    )
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
     try:

@@ -1,4 +1,4 @@
-"""Describe a shard directory, or each shard directory one level below.
+"""Print statistics of a folder of shards, or of each folder of shards directly below it.
 
     xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
 
@@ -37,8 +37,10 @@ def print_lengths(lang: str, texts: list[str]) -> None:
     """Print how many words a sentence has: the mean, percentiles and the maximum."""
     counts = [len(words) for words, _ in split_words_and_symbols(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
-    print(f"  {lang}: words a sentence {np.mean(counts):.1f} on average, 5 % {low:.0f}, 50 % {median:.0f}, 95 % "
-          f"{high:.0f}, longest {max(counts)} (of {len(texts):,} records)")  # fmt: skip
+    print(
+        f"  {lang}: words per sentence: mean {np.mean(counts):.1f}, 5th percentile {low:.0f}, median {median:.0f}, "
+        f"95th percentile {high:.0f}, maximum {max(counts)} (in {len(texts):,} records)"
+    )  # fmt: skip
 
 
 def link_statistics(records: list[Record]) -> dict[str, Any]:
@@ -98,7 +100,10 @@ def describe_damage(source: Source, shard_number: int) -> str:
             source.read(shard_number, record)
     except (UserError, ValueError, OSError) as error:
         return str(error)
-    return f"{path} or {idx.name} differs from index.json; copy them again, or run `xscale data index DIR`"
+    return (
+        f"{path} or {idx.name} differs from index.json. Copy both files again, or run `xscale data index "
+        f"{source.directory}`"
+    )
 
 
 def verify(source: Source) -> None:
@@ -106,8 +111,8 @@ def verify(source: Source) -> None:
     problems = [describe_damage(source, number) for number in range(len(source.shards))]
     lines = sorted(filter(None, problems))
     if lines:
-        raise UserError("\n  ".join([f"{len(lines)} damaged shards; copy them again:", *lines]))
-    print(f"{source.directory}: {len(source.shards)} shards verified")
+        raise UserError("\n  ".join([f"{source.directory} has {len(lines)} damaged shards. Copy them again:", *lines]))
+    print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
 
 
 def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
@@ -126,17 +131,18 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
         if tokenizer:
             tokens = np.concatenate(tokenizer.encode(texts))
             share = (tokens == tokenizer.hf.unk_token_id).mean()
-            print(f"unknown tokens: {share:.2%} of the tokens in {lang}")
+            print(f"  {lang}: {share:.2%} of the tokens are unknown tokens")
             if share > UNKNOWN:
                 print(
-                    f"warning: {share:.1%} of the tokens in {lang} are unknown to tokenizer "
-                    f"{tokenizer.hf.name_or_path}, and the model cannot learn from them; train a tokenizer on text in "
-                    f"{lang}, with a larger --vocab_size"
+                    f"warning: {share:.1%} of the tokens in {lang} are unknown tokens, because tokenizer "
+                    f"{tokenizer.hf.name_or_path} does not have their characters, and a model cannot learn from "
+                    f"them. Train a tokenizer on text in {lang} by `xscale data tokenizer`, or with a larger "
+                    "--vocab_size"
                 )
     if "documents" in source.index:
-        print(f"  sentences a document {source.records / source.index['documents']:.1f} on average")
+        print(f"  sentences per document: mean {source.records / source.index['documents']:.1f}")
     linked = [record for record in records if record.links is not None]
-    print(f"  with word links: {len(linked) / len(records):.0%}")
+    print(f"  records with word links: {len(linked) / len(records):.0%}")
     links = None
     if linked:
         links = link_statistics(linked)
@@ -155,13 +161,22 @@ def main(argv: list[str] | None = None) -> None:
         prog="xscale data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, nargs="+")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
-    parser.add_argument("--verify", action="store_true", help="compare every byte with the index")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer, to count unknown tokens and tokens of targets")
-    parser.add_argument("--json", type=Path, metavar="F", help="also write the counts and the statistics to this file")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, evenly spaced in the shards")
+    parser.add_argument("--verify", action="store_true", help="compare the checksums of all files with index.json")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="tokenizer with which unknown tokens, and the linked tokens of each token, are counted",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="F",
+        help="also write the number of records and the statistics of word links to this file",
+    )
     args = parser.parse_args(argv)
     if args.show < 0:
-        raise UserError(f"--show {args.show} must be 0 or more")
+        raise UserError(f"--show {args.show} is negative. Write 0 or more")
     if args.json:
         files.check_writable(args.json)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None

@@ -48,8 +48,8 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     for source in sources:
         if source.langs not in (langs, langs[::-1]):
             raise UserError(
-                f"{source.directory} holds {'-'.join(source.langs)}, but --out is for {'-'.join(langs)}; remove this "
-                f"directory from the command"
+                f"{source.directory} has text in {'-'.join(source.langs)}, but by its name, --out is a dictionary "
+                f"of {'-'.join(langs)}. Remove {source.directory} from the command"
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):
@@ -58,7 +58,10 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
                     count_record(counts, record, is_reversed=source.langs != langs)
     if not counts.links:
         names = ", ".join(str(source.directory) for source in sources)
-        raise UserError(f"{names}: no word links; write the shards with `--links F` or `--align`")
+        raise UserError(
+            f"{names}: the shards have no word links. Write the shards again by `xscale data write_shards pairs "
+            "... --align` (or `--links FILE`)"
+        )
     return counts
 
 
@@ -97,7 +100,7 @@ def commonest_spellings(sources: list[Source], language: str) -> dict[str, str]:
         for words, _ in split_words_and_symbols(texts):
             counts.update(words)
     if not counts:
-        raise UserError(f"--truecase has no text in {language}; add shards that have some")
+        raise UserError(f"--truecase: the shards have no text in {language}. Add shards with text in {language}")
     best = dict[str, tuple[int, str]]()
     for word, times in counts.items():
         key = word.lower()
@@ -140,30 +143,41 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="xscale data lexicon", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     inputs = parser.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--dict", type=Path, nargs="+", metavar="F", help="dictionaries, joined in this order")
+    inputs.add_argument(
+        "--dict", type=Path, nargs="+", metavar="F", help="files of dictionaries, which are joined in this order"
+    )
     inputs.add_argument("--from_links", type=Path, nargs="+", metavar="DIR", help="shards of pairs with word links")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="F", help="file to make; its name gives the two languages"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="F",
+        help="file of the dictionary; its name has the two languages, such as en-de.txt",
     )
-    parser.add_argument("--min_count", type=int, default=2, help="the fewest links of an induced entry")
+    parser.add_argument(
+        "--min_count", type=int, default=2, help="with --from_links, minimum number of links of an entry (default: 2)"
+    )
     parser.add_argument(
         "--min_share",
         type=float,
         default=0.1,
-        help="an induced entry's lowest ratio of links to occurrences of its more frequent word",
+        help=(
+            "with --from_links, minimum ratio of the entry's links to the occurrences of its more frequent word "
+            "(default: 0.1)"
+        ),
     )
     parser.add_argument(
         "--truecase",
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="write words in upper or lower case as the text of these shards mostly does",
+        help="spell each word as the text of these shards spells it most often, in upper or lower case",
     )
-    parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
+    parser.add_argument("--drop_identical", action="store_true", help="leave out entries whose two words are the same")
     parser.add_argument(
-        "--share", type=float, help="keep this share of the first language's words, with all their entries"
+        "--share", type=float, help="keep only this share of the words of the first language, with all their entries"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the seed of --share")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of words by --share")
     return parser.parse_args(argv)
 
 
@@ -172,10 +186,10 @@ def main(argv: list[str] | None = None) -> None:
     sources = find_sources(args.from_links) if args.from_links else []
     langs = languages_in_file_name(args.out, {language for source in sources for language in source.langs})
     if args.out.exists():
-        raise UserError(f"{args.out} exists; choose another --out or remove it")
+        raise UserError(f"--out {args.out} exists. Choose another --out, or remove the file")
     files.check_writable(args.out)
     if args.share is not None and not 0 < args.share <= 1:
-        raise UserError(f"--share {args.share} must be above 0 and at most 1")
+        raise UserError(f"--share {args.share} must be greater than 0 and at most 1")
 
     if sources:
         entries = induce_entries(count_links(sources, langs), langs, args.min_count, args.min_share)
@@ -184,25 +198,28 @@ def main(argv: list[str] | None = None) -> None:
         for path in args.dict:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
-                    f"{path}: by its name, its columns are not {' '.join(langs)}, as those of --out are; if they are "
-                    f"in the other order, swap them by `awk '{{print $2, $1}}'`"
+                    f"{path}: by the name of this file, its columns are not {' '.join(langs)}, the columns of "
+                    "--out. If they are in the other order, swap them by `awk '{print $2, $1}'`"
                 )
             entries += read_entries(path)
-    report = [f"{len(entries):,} entries"]
+    report = [f"{len(entries):,} entries read"]
     if args.truecase:
         spelled = truecase_entries(entries, langs, find_sources(args.truecase))
-        report.append(f"{sum(map(ne, entries, spelled)):,} changed to their spelling in the text")
+        report.append(f"{sum(map(ne, entries, spelled)):,} spelled as in the text")
         entries = spelled
     entries = list(dict.fromkeys(entries))
-    report.append(f"{len(entries):,} distinct")
+    report.append(f"{len(entries):,} different")
     if args.drop_identical:
         entries = [(first, second) for first, second in entries if first != second]
-        report.append(f"{len(entries):,} of two different words")
+        report.append(f"{len(entries):,} with two different words")
     if args.share is not None:
         entries = sample_entries(entries, args.share, args.seed)
-        report.append(f"{len(entries):,} of a share {args.share:g} of the words (seed {args.seed})")
+        report.append(f"{len(entries):,} with a word of the share {args.share:g} (seed {args.seed})")
     if not entries:
-        raise UserError(f"no entry is left for {args.out}: {', '.join(report)}; relax the flags, or give other input")
+        raise UserError(
+            f"no entry is left for {args.out} ({', '.join(report)}). Change the flags, or use other shards or "
+            "dictionaries"
+        )
     write_entries(entries, args.out)
     print(f"{args.out}: {', '.join(report)}")
 

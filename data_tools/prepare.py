@@ -1,4 +1,4 @@
-"""Make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names (data_tools/corpus.py).
+"""Make shards, a tokenizer and held-out text from the files that corpus.yaml lists (docs/reference/corpus.md).
 
     xscale data prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
 
@@ -76,13 +76,17 @@ def check_corpus(corpus: Corpus) -> None:
         rules = corpus.rules_of(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.may_exist(path)):
-                raise UserError(f"{path} (source {name}) not found; give a path relative to {Path.cwd()}, not a URL")
+                raise UserError(
+                    f"source {name}: {path} not found. Write a path, absolute or relative to "
+                    f"{Path.cwd()}, instead of a URL"
+                )
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:
                 raise UserError(
-                    f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} does not know {lang}; give {name} "
-                    f"`rules: {{lid: false}}`, or set lid to the path of a fastText model that knows {lang}"
+                    f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} cannot identify the language "
+                    f"{lang} of the source {name}. Write `rules: {{lid: false}}` in this source, or set lid to the "
+                    f"path of a fastText model that knows {lang}"
                 )
     if isinstance(corpus.tokenizer, str):
         load_tokenizer(corpus.tokenizer)
@@ -98,9 +102,15 @@ def check_lexicons(corpus: Corpus) -> None:
     for path in map(Path, corpus.lexicons):
         for lang in languages_in_file_name(path, corpus.languages):
             if lang not in corpus.languages:
-                raise UserError(f"lexicons: {path}: no source has text in {lang}; add one, or leave the dictionary out")
+                raise UserError(
+                    f"lexicons: {path} has words in {lang}, but no source has text in {lang}. Add a source, or "
+                    "remove the dictionary"
+                )
         if path.suffix != ".txt" or names[path.name] > 1:
-            raise UserError(f"lexicons: {path} needs a name that ends in .txt and that no other has; rename it")
+            raise UserError(
+                f"lexicons: the name of {path} must end in .txt and must differ from the names of the other "
+                "dictionaries. Rename the file"
+            )
         read_entries(path)
 
 
@@ -114,11 +124,11 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
                 stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
-        print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
+        print(f"{folder} has finished tasks of an earlier start, which are not repeated", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(
-                f"corpus.yaml or a file that it names has changed since the work in {folder} began; remove {folder} to "
-                f"start anew"
+                "corpus.yaml or a file that it lists has changed since the first start, whose work is in "
+                f"{folder}. Remove {folder} to begin again"
             )
     steps.write_json(path, stamp)
 
@@ -131,7 +141,11 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
         if left:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
-            print(f"{name}: all {count:,} tasks are done, {len(left):,} in this start", file=sys.stderr, flush=True)
+            print(
+                f"step {name}: all {count:,} tasks are done, {len(left):,} of them since this start",
+                file=sys.stderr,
+                flush=True,
+            )
         if name == "select":
             print_selection(folder)
 
@@ -146,7 +160,11 @@ def print_selection(folder: Path) -> None:
             read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
             states = steps.read_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
-        print(f"{corpus.names[number]}: {left:,} of {read:,} {source.kind} are left", file=sys.stderr, flush=True)
+        print(
+            f"{corpus.names[number]}: after the rules, {left:,} of {read:,} {source.kind} are left",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
@@ -185,8 +203,10 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
         lines.append(f"{out}/heldout/{name}: {count:,} records")
     for path in map(Path, corpus.lexicons):
         if not (out / "lexicon" / path.name).exists():
-            lines.append(f"{path} is left out, because the tokenizer can use none of its entries")
-    lines.append(f"{out}/report.html has the removed text of each rule, with examples")
+            lines.append(
+                f"dictionary {path} is left out, because every entry has tokens that the tokenizer does not know"
+            )
+    lines.append(f"{out}/report.html shows how much text each rule removed, with examples")
     return "\n".join(lines)
 
 
@@ -229,27 +249,37 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="xscale data prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout, ...")
-    parser.add_argument("--out", type=Path, help="folder to make")
     parser.add_argument(
-        "--executor", choices=EXECUTORS, default="local", help="processes here, an array of SLURM jobs, or Ray's tasks"
+        "corpus",
+        type=Path,
+        nargs="?",
+        help="YAML file that lists the sources, rules and other settings (docs/reference/corpus.md)",
+    )
+    parser.add_argument("--out", type=Path, help="folder for the shards, the tokenizer and the held-out text")
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="local",
+        help="where the tasks run: in processes on this machine, in an array of SLURM jobs, or on a Ray cluster",
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="maximum number of tasks at the same time (default: the number of cores)",
+        help="maximum number of tasks that run at the same time (default: the number of cores)",
     )
-    parser.add_argument("--dry_run", action="store_true", help="check corpus.yaml and print its sources")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check corpus.yaml, print its sources, and write nothing"
+    )
     parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.tasks:
         do_tasks_of_job(Path(args.tasks[0]), args.tasks[1], int(args.tasks[2]), int(args.tasks[3]))
         return
     if args.corpus is None or (args.out is None and not args.dry_run):
-        parser.error("give a corpus.yaml, and --out or --dry_run")
+        parser.error("the command needs a corpus.yaml, and either --out or --dry_run")
     if args.workers < 1:
-        raise UserError(f"--workers {args.workers} must be at least 1")
+        raise UserError(f"--workers {args.workers} is too small; the minimum is 1")
     corpus = load_corpus(args.corpus)
     check_corpus(corpus)
     if args.dry_run:

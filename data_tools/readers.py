@@ -69,7 +69,8 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     for unit in READERS[source.format](source):
         if not can_be_encoded("".join(unit.texts)):
             raise UserError(
-                f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
+                f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800, "
+                "which UTF-8 cannot encode. Correct the text"
             )
         yield unit
         if unit.texts:
@@ -77,7 +78,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
         if complete == source.first:  # the rest of the file is not read, so it may be damaged
             return
     if unit is None:
-        raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
+        raise UserError(f"{', '.join(source.paths)}: the source has no text. Name other files")
 
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
@@ -95,7 +96,10 @@ def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
     the aligner read other texts, also these two texts. Raises UserError."""
     for path in paths:
         if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
-            raise UserError(f"{path} is given {paths.count(path)} times; give a file for each side, and for links")
+            raise UserError(
+                f"{path} is named {paths.count(path)} times. Name one file for each of the two languages, and "
+                "another file for the links"
+            )
     columns = [checked_lines(path) for path in paths[:2]]
     columns += [read_lines(path) for path in paths[2:]]
     for number, row in enumerate(zip_lines(paths, columns), start=1):
@@ -111,8 +115,8 @@ def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> I
             ended = row.index(None)
             others = [str(path) for path, line in zip(paths, row, strict=True) if line]
             raise UserError(
-                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} has line {number}; give "
-                f"files whose lines n belong together"
+                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} has a line {number}. "
+                "Line n of each file must belong to the same pair: correct the files"
             )
         yield [line for _, line in row]
 
@@ -127,9 +131,9 @@ def checked_lines(path: Path) -> Iterator[NumberedLine]:
         others = len(texts)
     if others >= SHARE * len(texts) > 0:
         raise UserError(
-            f"{path} is not lines of text: {others} of its first {len(texts)} lines are rows of a table, JSON or "
-            f"markup. `xscale data prepare` reads such files: name them in corpus.yaml by `tsv:`, `jsonl:`, `tmx:` or "
-            f"`datasets:`"
+            f"{path} is not a file with lines of text: {others} of its first {len(texts)} lines are rows of a "
+            "table, JSON or markup. `xscale data prepare` can read such files by the keys `tsv:`, `jsonl:`, "
+            "`tmx:` or `datasets:` in corpus.yaml"
         )
     yield from head
     yield from lines
@@ -160,7 +164,9 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
         text = line.strip()
         is_tag = form == "doc" and text.startswith(("<doc ", "</doc>"))
         if is_tag and (not text.endswith(">") or "</doc>" in text[1:]):
-            raise UserError(f"{path}: line {line_number}: text beside a tag of <doc>; put a line end between them")
+            raise UserError(
+                f"{path}: line {line_number} has text and a tag <doc> or </doc>. Write the tag on a separate line"
+            )
         if text and not is_tag:
             yield Paragraph(number, text, starts)
             starts = form == "lines"
@@ -206,10 +212,10 @@ def input_files(paths: list[Path]) -> list[Path]:
         else:
             files.append(path)
     if not files:
-        raise UserError(f"no file in {', '.join(map(str, paths))}; give files of text, or folders that have some")
+        raise UserError(f"{', '.join(map(str, paths))} has no files. Name files of text, or folders with files of text")
     for name, times in Counter(map(os.path.abspath, files)).items():
         if times > 1:
-            raise UserError(f"{name} is given twice, so its lines would be read twice; give it once")
+            raise UserError(f"{name} is named twice, so its lines would be read twice. Name the file once")
     return files
 
 
@@ -227,8 +233,8 @@ def read_tsv(source: SourceSpec) -> Iterator[Unit]:
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, and {most} are needed; "
-                f"correct it, or keep only the other lines: `awk -F'\\t' 'NF >= {most}'`"
+                f"{path}: line {number} has {len(columns) - 1} columns separated by tabs, but must have {most}. "
+                f"Correct the line, or remove such lines by `awk -F'\\t' 'NF >= {most}'`"
             )
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 
@@ -254,7 +260,9 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
         elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
         _, body = next(elements)
         if tag_name(body) != "tmx":
-            raise UserError(f"{path}: its first element is {tag_name(body)}, not tmx; give a TMX")
+            raise UserError(
+                f"{path} is not a TMX, because its first element is {tag_name(body)} instead of tmx. Name a TMX"
+            )
         for event, element in elements:
             if event == "start" and tag_name(element) == "body":
                 body = element
@@ -266,7 +274,10 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
     except UserError:
         raise
     except (ParseError, ValueError, LookupError, StopIteration, RecursionError) as error:
-        raise UserError(f"{path}: after translation unit {number}: {error or 'the file ends'}; fix the TMX") from None
+        raise UserError(
+            f"{path}: the XML after translation unit {number} is damaged ({error or 'the file ends'}). Correct the "
+            "TMX, or download it again"
+        ) from None
 
 
 def tag_name(element: Any) -> str:
@@ -319,7 +330,7 @@ def read_json_lines(source: SourceSpec) -> Iterator[Unit]:
         except (ValueError, RecursionError):  # a number of more than 4,300 digits raises ValueError
             fields = None
         if not isinstance(fields, dict):
-            raise UserError(f"{place} is not a JSON object; correct or remove it")
+            raise UserError(f"{place} is not a JSON object. Correct or remove the line")
         yield make_unit(place, number, fields, source)
 
 
@@ -328,20 +339,24 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
-    remedy = "name two of them in `columns`"
+    remedy = "Name the fields of the two texts by the key `columns`"
     if source.mono:
         names = [source.field]
-        remedy = f"name one of them in `field`, instead of {source.field!r}"
+        remedy = f"Name the field of the text by the key `field` (now {source.field!r})"
     elif source.columns:
         names = list(map(str, source.columns))
     else:
         names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
-        raise UserError(f"{place} lacks a text; its fields are {', '.join(fields) or 'none'}: {remedy}")
+        raise UserError(
+            f"{place} does not have the field of a text; its fields are {', '.join(fields) or 'none'}. {remedy}"
+        )
     texts = list[str]()
     for name in names:
         if not isinstance(fields[name], str | None):
-            raise UserError(f"{place}: `{name}` is {fields[name]!r} instead of text; {remedy}, or remove the record")
+            raise UserError(
+                f"{place}: the field `{name}` is {fields[name]!r}, and must be text. {remedy}, or remove the record"
+            )
         texts.append(fields[name] or "")
     if source.mono:
         return Unit(number, [line for line in texts[0].split("\n") if line.strip()])
@@ -360,7 +375,8 @@ def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
             raise
         except Exception as error:
             raise UserError(
-                f"{name} is damaged after row {number - 1}, or is not a {source.format} source: {error}; get it again"
+                f"{name}: row {number} cannot be read as `{source.format}` ({error}). Download the data again, or "
+                "correct the key of the source"
             ) from None
         if fields is None:
             return
@@ -444,12 +460,14 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
             for record in sample_records(sample, expected_langs):
                 if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
                     raise ValueError(
-                        f"it has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
+                        f"the record has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
                     )
                 yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
                 doc = record.doc
     except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
-        raise UserError(f"{urls}: at or after {place}: {error}; correct the tar, or its address") from None
+        raise UserError(
+            f"{urls}: the tar cannot be read at or after {place} ({error}). Correct the tar or its address"
+        ) from None
 
 
 def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:

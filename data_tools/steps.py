@@ -204,9 +204,9 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
     except ValueError as error:
         path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
-            f"{path}: line {unit.number}: {error}; a link `i-j` joins word i of the first text and word j of the "
-            f"second, counted from 0 between spaces and tabs. If the aligner read other texts, give them, too: "
-            f"--links_src F --links_tgt F"
+            f"{path}: line {unit.number}: {error}. A link `i-j` joins word i of the first text and word j of the "
+            "second, counted from 0; spaces and tabs divide words. If the aligner read other texts, such as "
+            "tokenised ones, name them by --links_src F --links_tgt F (in corpus.yaml, by `linked:`)"
         ) from None
 
 
@@ -253,7 +253,8 @@ def select_units(folder: Path, group_number: int) -> None:
     if not (state == KEPT).any():
         names = [name for name, source in zip(corpus.names, corpus.sources, strict=True) if source.group == group]
         raise UserError(
-            f"the rules leave nothing of {'-'.join(group)} ({', '.join(names)}); relax them, or correct the sources"
+            f"the rules remove all text in {'-'.join(group)} (sources: {', '.join(names)}). Change the rules, or "
+            "correct the sources"
         )
     wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
@@ -519,7 +520,7 @@ def respell_lexicon(folder: Path, lexicon_number: int) -> None:
         try:
             load_lexicon(out, load_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
         except UserError as error:  # a run would refuse the dictionary
-            print(f"{path} is left out: {error}", file=sys.stderr)
+            print(f"the dictionary is left out, because training could not use it: {error}", file=sys.stderr)
             out.unlink()
 
 

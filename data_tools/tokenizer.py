@@ -2,8 +2,8 @@
 
 xscale data tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
-A WordPiece or Unigram vocabulary holds the characters that make up 99.95 % of each language's text. A word with
-another character is [UNK] in WordPiece. Unigram and byte-level BPE write such a character as bytes.
+A WordPiece or Unigram vocabulary has the characters that make up 99.95 % of each language's text. In WordPiece, a word
+with another character becomes [UNK]. Unigram and byte-level BPE write such a character as bytes.
 """
 
 import argparse
@@ -214,11 +214,14 @@ def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callabl
             break
         kept.append(char)
     if wanted and not kept:
-        raise UserError(f"no character fits into a vocabulary of {room} tokens; choose a larger vocab_size")
+        raise UserError(
+            f"the vocabulary is too small: its {room} free tokens have no room for the characters of the text. "
+            "Set a larger vocab_size"
+        )
     if len(kept) < len(wanted):
         print(
-            f"warning: {COVERAGE:.2%} of the text need {len(wanted):,} characters, of which {len(kept):,} fit; choose "
-            f"a larger vocab_size",
+            f"warning: {COVERAGE:.2%} of the text has {len(wanted):,} different characters, and the vocabulary has "
+            f"room for only {len(kept):,} of them. Set a larger vocab_size",
             file=sys.stderr,
         )
     return kept
@@ -235,16 +238,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="xscale data tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
-    parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="folders of shards")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="files or folders of text, plain or compressed as .gz, .xz, .bz2 or .zst",
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument("--max_records", type=int, default=1_000_000, help="maximum number of records of each source")
+    parser.add_argument(
+        "--max_records",
+        type=int,
+        default=1_000_000,
+        help="maximum number of records of each folder of shards (default: 1,000,000)",
+    )
     args = parser.parse_args(argv)
     if not args.data and not args.text:
-        raise UserError("there is no text to train on; give --data or --text")
+        raise UserError("there is no text to train on. Name folders of shards by --data, or files of text by --text")
     check_new_folder(args.out)
     files.check_writable(args.out)
     return args
@@ -264,11 +278,13 @@ def main(argv: list[str] | None = None) -> None:
     texts = (entry for entry in all_texts() if not is_blank(entry[1]))
     first = next(texts, None)
     if first is None:
-        raise UserError(f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other files")
+        raise UserError(
+            f"{', '.join(map(str, args.data + args.text))}: the files have no text to train on. Name other files"
+        )
     trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase)
     with files.publish(args.out) as partial:
         trained.save_pretrained(partial)
-    print(f"{args.out}: {args.type}, {len(trained):,} tokens")
+    print(f"{args.out}: {args.type} tokenizer of {len(trained):,} tokens")
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def find_aligner() -> str:
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
-            f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
-            f"another program and give its links to --links"
+            f"the aligner {PROGRAM} is not installed. Run `pip install 'xscale[align]'`, which needs a C compiler. "
+            "Or use another aligner, and name its file of links by --links"
         )
     return program
 
@@ -91,8 +91,8 @@ def align(pairs: Iterable[Sequence[str]], out: Path) -> None:
                 line_count += 1
     if line_count != pair_count:
         raise UserError(
-            f"{PROGRAM} gave links for {line_count:,} of {pair_count:,} pairs; align with another program, and give "
-            f"its links to --links"
+            f"the aligner {PROGRAM} wrote links for only {line_count:,} of {pair_count:,} pairs. Use another "
+            "aligner, and name its file of links by --links"
         )
 
 
@@ -104,6 +104,7 @@ def run_aligner(folder: Path) -> None:
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if ended.returncode or not (folder / "reverse").exists():
         raise UserError(
-            f"{PROGRAM} failed ({ended.returncode}): {ended.stderr.strip()[-500:] or 'no message'}; align with another "
-            f"program, and give its links to --links"
+            f"the aligner {PROGRAM} failed with exit code {ended.returncode}: "
+            f"{ended.stderr.strip()[-500:] or 'no message'}. Use another aligner, and name its file of links by "
+            "--links"
         )

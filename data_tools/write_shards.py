@@ -29,33 +29,54 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="xscale data write_shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="kind", required=True)
-    pairs = commands.add_parser("pairs", help="line n of --src and line n of --tgt are translations")
-    pairs.add_argument("--src", type=text_path, required=True, help="a file; - is standard input")
+    pairs = commands.add_parser("pairs", help="write pairs: line n of --tgt is the translation of line n of --src")
+    pairs.add_argument(
+        "--src", type=text_path, required=True, help="file with one sentence per line; - is standard input"
+    )
     pairs.add_argument("--tgt", type=text_path, required=True)
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
     links = pairs.add_mutually_exclusive_group()
-    links.add_argument("--links", type=text_path, help="word links in Pharaoh form, one line a pair")
-    links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/word_aligner.py)")
+    links.add_argument(
+        "--links", type=text_path, help="file of word links in Pharaoh form such as 0-0 1-2, one line per pair"
+    )
+    links.add_argument("--align", action="store_true", help="make word links with the aligner eflomal")
     for side in ("src", "tgt"):
         pairs.add_argument(
             f"--links_{side}",
             type=text_path,
-            help=f"the file that the aligner read in place of --{side}, such as a tokenised one",
+            help=f"file that the aligner read instead of --{side}, such as a tokenised one",
         )
-    mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
-    mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
+    mono = commands.add_parser(
+        "mono", help="write monolingual text from files or folders, plain text or WikiExtractor's output"
+    )
+    mono.add_argument("--text", type=text_path, nargs="+", required=True, help="files or folders; - is standard input")
     mono.add_argument("--lang", required=True)
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
-                      help="a document is from <doc> to </doc>, the lines between blank ones, or a line; auto: as the "
-                      "first lines of each file show")  # fmt: skip
-    mono.add_argument("--whole_lines", action="store_true", help="make each line a record, instead of each sentence")
+                      help=(
+                          "what a document is: doc: the lines from <doc> to </doc>; blank: the lines between "
+                          "blank lines; lines: each line; auto (default): one of these, by the first lines of "
+                          "each file"
+                      ))  # fmt: skip
+    mono.add_argument(
+        "--whole_lines", action="store_true", help="write one record per line instead of one per sentence"
+    )
     for command in (pairs, mono):
-        command.add_argument("--out", type=Path, required=True, help="directory to make")
-        command.add_argument("--name", help="shards are NAME-%%06d.tar")
-        command.add_argument("--shard_lines", type=int, default=steps.CHUNK_UNITS, help="pairs or documents of a shard")
-        command.add_argument("--tokenizer", help="needed by --min_tokens and --max_tokens")
-        command.add_argument("--min_tokens", type=int, help="minimum number of tokens of each side")
-        command.add_argument("--max_tokens", type=int, help="maximum number of tokens of a sequence")
+        command.add_argument("--out", type=Path, required=True, help="folder for the shards")
+        command.add_argument("--name", help="name of the shards, NAME-%%06d.tar (default: pairs or mono)")
+        command.add_argument(
+            "--shard_lines", type=int, default=steps.CHUNK_UNITS, help="number of pairs or documents per shard"
+        )
+        command.add_argument("--tokenizer", help="tokenizer by which --min_tokens and --max_tokens count")
+        command.add_argument(
+            "--min_tokens",
+            type=int,
+            help="leave out pairs with fewer tokens on one side, and sentences with fewer tokens",
+        )
+        command.add_argument(
+            "--max_tokens",
+            type=int,
+            help="leave out pairs and sentences that form a longer sequence, including special tokens",
+        )
     return parser.parse_args(argv)
 
 
@@ -83,7 +104,7 @@ def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.shard_lines < 1:
-        raise UserError(f"--shard_lines {args.shard_lines} must be 1 or more")
+        raise UserError(f"--shard_lines {args.shard_lines} is too small; the minimum is 1")
     source: dict[str, Any]
     if args.kind == "mono":
         source = {"mono": args.lang, "text": args.text, "documents": args.documents, "whole_lines": args.whole_lines}
@@ -92,11 +113,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.links_src or args.links_tgt:
             source["linked"] = [args.links_src, args.links_tgt]
             if not (args.links and args.links_src and args.links_tgt):
-                raise UserError("--links_src and --links_tgt need --links: give all three flags, or --links alone")
+                raise UserError("--links_src and --links_tgt need --links. Write all three flags, or --links alone")
     bounds = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if args.tokenizer is None:
-            raise UserError("--min_tokens and --max_tokens count tokens; give --tokenizer DIR")
+            raise UserError("--min_tokens and --max_tokens need a tokenizer. Write --tokenizer DIR")
         bounds = [args.min_tokens or 0, sys.maxsize if args.max_tokens is None else args.max_tokens]
     rules = {"normalise": [], "identical": True, "length": {"tokens": bounds}}
     tree = {"sources": [source | {"name": args.name}], "rules": rules, "align": args.kind == "pairs" and args.align}

@@ -184,7 +184,7 @@ def test_a_filter_that_keeps_nothing(tmp_path: Path, demo: Path, corpus_files, w
     paths = corpus_files(EN, DE)
     before = files(tmp_path)
     options = ("--min_tokens", 900, "--tokenizer", demo / "tokenizer")
-    with pytest.raises(UserError, match=r"the rules leave nothing of de-en"):
+    with pytest.raises(UserError, match=r"the rules remove all text in de-en"):
         write_pairs(*paths, tmp_path / "out", *options)
     assert files(tmp_path) == before
 
@@ -261,7 +261,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
 
 
 def test_training_a_tokenizer_on_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--data or --text"):
+    with pytest.raises(UserError, match="by --data, or files of text by --text"):
         tokenizer.main(["--out", str(tmp_path / "out")])
     with pytest.raises(UserError, match="absent"):
         tokenizer.main(["--text", str(tmp_path / "absent"), "--out", str(tmp_path / "out")])
@@ -349,7 +349,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
     [
         ([*A, *A, *B], "record 0: two tar members of one sample have the name a.en.txt"),
         ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but earlier samples have texts in en. .* --langs"),
-        ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
+        ([A[0], ("a.cs.txt", None), *B], "record 0: the tar member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: two tar members .* a.json"),
         ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
@@ -428,9 +428,9 @@ def test_names_that_would_write_elsewhere(tmp_path: Path, refused) -> None:
     (tmp_path / "plain").write_text("")
     for words, named in (
         (["--out", tmp_path / "out", "--name", "../../evil"], "name: '../../evil'"),
-        (["--out", tmp_path / "out", "--lang", "../x"], "'../x' must have only letters"),
-        (["--out", tmp_path / "plain"], "plain is not an empty folder"),
-        (["--out", tmp_path / "out", "--text", tmp_path / "text", tmp_path / "text"], "text is given twice"),
+        (["--out", tmp_path / "out", "--lang", "../x"], "'../x' may have only letters"),
+        (["--out", tmp_path / "plain"], "plain exists and is not an empty folder"),
+        (["--out", tmp_path / "out", "--text", tmp_path / "text", tmp_path / "text"], "text is named twice"),
     ):
         assert named in refused(mono("--text", tmp_path / "text", *words))
     assert files(tmp_path) == {"text", "plain"}
@@ -493,7 +493,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
     select = steps.STEPS["select"]
 
     def second(folder: Path, number: int) -> None:
-        with pytest.raises(UserError, match="being written by another process") as refusal:
+        with pytest.raises(UserError, match="another process writes to") as refusal:
             write_pairs(*paths, tmp_path / "out")
         refusals.append(refusal)
         select.function(folder, number)

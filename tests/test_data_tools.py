@@ -72,7 +72,7 @@ def test_a_pipe_that_two_options_name(tmp_path: Path, options: tuple[str, str], 
         words += [option, str(tmp_path / option)]
         if option in options:
             words[-1] = name if name == "-" else str(tmp_path / name)
-    with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is given 2 times"):
+    with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is named 2 times"):
         write_shards.main(words)
 
 
@@ -100,7 +100,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     links = [record["links"] for record in records_of(out, shard_records)]
     assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
     assert counts_of(out)["dropped_links"] == 6
-    assert "6 links of a word and a symbol dropped" in capsys.readouterr().out
+    assert "6 links between a word and a punctuation mark" in capsys.readouterr().out
     with pytest.raises(UserError, match="give all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
@@ -163,7 +163,7 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     assert "600 pair records (en xx)" in out and "with word links: 100%" in out
     for side, lang in enumerate(("en", "xx")):
         words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
-        assert f"{lang}: words a sentence {sum(words) / 600:.1f} on average" in out
+        assert f"{lang}: words per sentence: mean {sum(words) / 600:.1f}" in out
         assert f"longest {max(words)} " in out
     inspect.main([str(demo / "mono_en"), "--show", "9999"])
     assert sum(line.strip().startswith("{") for line in capsys.readouterr().out.splitlines()) == 600
@@ -376,5 +376,5 @@ def test_real_chinese_is_known(real: Path, tmp_path: Path, capsys: pytest.Captur
     tokenizer.main(argv)
     assert "warning" not in capsys.readouterr().out
     inspect.main([str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "t")])
-    shares = re.findall(r"unknown tokens: ([\d.]+)%", capsys.readouterr().out)
+    shares = re.findall(r"([\d.]+)% of the tokens are unknown", capsys.readouterr().out)
     assert len(shares) == 3 and max(map(float, shares)) <= 0.1

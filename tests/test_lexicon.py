@@ -367,7 +367,7 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     out = tmp_path / "out" / "en-de.txt"
     tool.main(["--out", str(out), "--dict", str(path), "--truecase", str(tmp_path / "shards")])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert "3 changed to their spelling in the text" in capsys.readouterr().out
+    assert "3 spelled as in the text" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
@@ -437,7 +437,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
         ("en-fr.txt", [], "en-de.*columns are not en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
-        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 of a share 0.1"),
+        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 with a word of the share 0.1"),
     ],
 )
 def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary) -> None:
@@ -551,7 +551,7 @@ def test_trouble_with_the_aligner(
     )
     if trouble == "absent":
         monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
-        message = r"eflomal-align is not installed; `pip install 'xscale\[align\]'"
+        message = r"eflomal-align is not installed\. Run `pip install 'xscale\[align\]'"
     elif trouble == "fails":
         fake_aligner.write_text(f"#!{sys.executable}\nraise SystemExit('no memory')\n")
     elif trouble == "stops early":

@@ -163,24 +163,32 @@ EVERY_READER: list[dict] = [
 @pytest.mark.parametrize(
     ("fields", "content", "named"),
     [
-        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "f is given 2 times"),
-        ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "f is not lines of text: 30 of its first 30"),
+        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "f is named 2 times"),
+        (
+            {"pairs": ["en", "de"], "text": ["f", "g"]},
+            b"a\tb\n" * 30,
+            "f is not a file with lines of text: 30 of its first 30",
+        ),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"", "f is empty"),
-        ({"mono": "en", "text": "f"}, b'{"en": "a"}\n' * 9, "f is not lines of text: 9 of its first 9"),
-        ({"mono": "en", "text": "f"}, b"<?xml version='1.0'?>\n<tmx>\n<tuv>\na\n</tuv>\n", "f is not lines of text"),
+        ({"mono": "en", "text": "f"}, b'{"en": "a"}\n' * 9, "f is not a file with lines of text: 9 of its first 9"),
+        (
+            {"mono": "en", "text": "f"},
+            b"<?xml version='1.0'?>\n<tmx>\n<tuv>\na\n</tuv>\n",
+            "f is not a file with lines of text",
+        ),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"PK\3\4" + bytes(26), "f has binary data"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "f is a web page"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<xliff></xliff>", "f: its first element is xliff"),
-        ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "f: after translation unit 0"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "f: the XML after translation unit 0"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<?xml version='1.0' encoding='none-such'?><tmx/>", "f: after transl"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<?xml version='1.0' encoding='shift_jis'?><tmx/>", "f: after transl"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY c SYSTEM "f">]><tmx>&c;</tmx>', "Entit"),
-        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "f is damaged after row 0, or is not a parquet"),
+        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "f: row 1 cannot be read as `parquet`"),
         ({"pairs": ["en", "de"], "datasets": "f"}, b"", "not a datasets source"),
-        ({"mono": "en", "jsonl": "f"}, b'{"text": 3}\n', "f: line 1: `text` is 3 instead of text"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": 3}\n', "f: line 1: the field `text` is 3, and must be text"),
         ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "its fields are a: name one of them in `field`"),
         ({"pairs": ["en", "de"], "jsonl": "f"}, b'{"en": "b"}\n', "its fields are en: name two of them in `columns`"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
@@ -188,12 +196,12 @@ EVERY_READER: list[dict] = [
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "f: pair or document 1 has an unpaired surrogate"),
         ({"mono": "en", "parquet": "f"}, b"", "f is empty"),
         ({"mono": "en", "text": "f"}, b"one\rtwo\rthree", "f: the lines end with carriage returns alone"),
-        ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "f is not lines of text"),
+        ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "f is not a file with lines of text"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "f: line 1 is not UTF-8"),
-        ({"mono": "en", "text": "f"}, b"\n \n", "f: the source is empty"),
-        ({"mono": "en", "text": "f"}, b'<doc id="1">Text\n</doc>\n', "f: line 1: text beside"),
-        ({"mono": "en", "text": "f"}, b'<doc id="1">\nText\n</doc>more\n', "f: line 3: text beside"),
-        ({"mono": "en", "text": "f"}, b'<doc id="1">Text</doc>\n', "f: line 1: text beside"),
+        ({"mono": "en", "text": "f"}, b"\n \n", "f: the source has no text"),
+        ({"mono": "en", "text": "f"}, b'<doc id="1">Text\n</doc>\n', "f: line 1 has text and a tag"),
+        ({"mono": "en", "text": "f"}, b'<doc id="1">\nText\n</doc>more\n', "f: line 3 has text and a tag"),
+        ({"mono": "en", "text": "f"}, b'<doc id="1">Text</doc>\n', "f: line 1 has text and a tag"),
         *((fields, LFS, "f is a pointer of Git LFS") for fields in EVERY_READER),
         *((fields, b"<!DOCTYPE html><p>404", "f is a web page") for fields in EVERY_READER),
     ],
@@ -215,21 +223,21 @@ MONO = {"mono": "de", "text": "a"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["must be two languages"]),
-        ({"sources": [MONO | {"tmx": "b"}]}, ["needs one of text, tsv", "has text, tmx"]),
-        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["tsv needs the numbers of columns"]),
-        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["must be different"]),
+        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["must be two different languages"]),
+        ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "it has text, tmx"]),
+        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
+        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is named twice"]),
         (
             {"sources": [{"pairs": ["en", "de"], "tmx": "a", "columns": ["a", "b"]}]},
-            ["columns: a source of tmx has no"],
+            ["columns: a source with `tmx` cannot"],
         ),
         ({"sources": [MONO | {"wieght": 3}, PAIR | {"first": -1}]}, ["sources.0.wieght: unknown key", "first: -1: "]),
-        ({"sources": [{"mono": False, "text": "a"}]}, ["sources.0.mono: False: ", "quote them"]),
+        ({"sources": [{"mono": False, "text": "a"}]}, ["sources.0.mono: False: ", "quotation marks"]),
         ({"sources": [MONO], "rules": {"dedup": "fuzzy", "ratio": True}}, ["dedup: 'fuzzy'", "ratio: True"]),
         ({"sources": [MONO], "tokenizer": {"vocab_size": "many"}, "aligned": True}, ["'many'", "aligned: unknown key"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}}]}, ["sources.0.rules.lenght: unknown key"]),
-        ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: needs tokenizer"]),
-        ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [fewest, most]"]),
+        ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),
+        ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [minimum, maximum]"]),
         ({"sources": [PAIR | {"opus": "a.zip"}], "rules": {"score": 1.0}}, ["opus is no longer", "score is no longer"]),
         ({"sources": [MONO | {"text": "x/a"}, MONO | {"text": "y/a"}]}, ["two sources have the name a.de"]),
         ({"sources": [MONO, {"mono": "deu", "text": "b"}]}, ["de and deu are the same language"]),
@@ -327,7 +335,7 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     tree = {"sources": [{"mono": "en", "text": str(tmp_path / "a")}], "rules": {"lid": str(tmp_path / "model.bin")}}
     for name in ("a", "model.bin"):
         (tmp_path / name).write_text(f"{english}\n{german}\n")
-    with pytest.raises(UserError, match=r"model\.bin.*give a model of fastText"):
+    with pytest.raises(UserError, match=r"model\.bin.*Name a fastText model"):
         run(tmp_path, tree)
     fasttext_file(tmp_path / "model.bin", {"Wetter": "deu_Latn", "the": "eng_Latn"})
     (tmp_path / "a").write_text(f"{english}\n{german}\nNo word that this model has ever seen\n")
@@ -335,7 +343,7 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     assert [text for _, (text,) in stored(out / "shards")] == [english, "No word that this model has ever seen"]
     for lid, model in ((True, "py3langid"), (str(tmp_path / "model.bin"), "model.bin")):
         bad = {"sources": [{"mono": "tok", "text": str(tmp_path / "a")}], "rules": {"lid": lid}}
-        with pytest.raises(UserError, match=rf"{model} does not know tok; give a\.tok"):
+        with pytest.raises(UserError, match=rf"{model} cannot identify the language tok of the source a\.tok"):
             run(tmp_path, bad, out="bad")
 
 
@@ -513,7 +521,7 @@ def test_shards_are_a_source_again(tmp_path: Path) -> None:
     assert [text for record in sentences for text in record.texts] == ["One here.", "Two there.", "Three."]
     assert sentences[0].doc == sentences[1].doc != sentences[2].doc
     for bad, named in (
-        ({"mono": "en", **again[0]}, "remove the keys `pairs` and `mono`"),
+        ({"mono": "en", **again[0]}, "Remove the key `pairs` or `mono`"),
         ({"shards": "none"}, "none/index.json"),
     ):
         with pytest.raises(UserError, match=named):
@@ -736,7 +744,7 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     report = json.loads((out / "report.json").read_text())
     assert report["sources"][1]["licence"] == "CC0" and len(list((out / "tokenizer").iterdir())) >= 2
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
-    with pytest.raises(UserError, match="out is not an empty folder"):
+    with pytest.raises(UserError, match="out exists and is not an empty folder"):
         run(tmp_path, tree)
 
 

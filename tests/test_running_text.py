@@ -206,7 +206,7 @@ def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) 
     sizes = list(map(len, made))
     told = capsys.readouterr().out
     assert f"{sum(sizes)} mono records (en) of 15 documents in" in told
-    assert f"sentences a document {np.mean(sizes):.1f} on average" in told
+    assert f"sentences per document: mean {np.mean(sizes):.1f}" in told
 
 
 # 2. Tars

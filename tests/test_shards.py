@@ -291,7 +291,7 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
 
 def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
     inspect.main([str(copy), "--verify"])
-    assert "3 shards verified" in capsys.readouterr().out
+    assert "all 3 shards are undamaged" in capsys.readouterr().out
     flip(copy / "mono-000000.tar", sentences(700)[17])
     os.truncate(copy / "mono-000001.tar", 20_000)
     rows = bytearray((copy / "mono-000002.idx").read_bytes())

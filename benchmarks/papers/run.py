@@ -9,7 +9,7 @@ repeat finished work, and its table is the same.
 
 DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md has each cell's cost,
 DIR/alignment.png shows alignment scores and the loss in transfer, DIR/words.png translated words by t-SNE. Scale smoke
-makes its own data. The grid public goes on from a public encoder, the Hugging Face directory --encoder.
+generates its data. The grid public starts from a public encoder, the Hugging Face directory --encoder.
 `--only WORLD/ARM ...` runs only these cells; several processes may run cells of different worlds, and a last call
 without --only writes the table of all cells.
 """
@@ -90,9 +90,13 @@ class Grid:
         elif args.data:
             self.data = args.data.resolve()
         else:
-            raise UserError(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
+            raise UserError(
+                f"--scale {args.scale} needs data. Write --data DIR, a folder with parallel/, mono/, lexicon/ and eval/"
+            )
         if self.starts_from_encoder and self.encoder is None:
-            raise UserError(f"--grid {args.grid} needs --encoder, the Hugging Face directory of a public encoder")
+            raise UserError(
+                f"--grid {args.grid} needs a public encoder. Write --encoder HF_DIR, a Hugging Face directory"
+            )
         self.cells = self.chosen_cells(args.only)[: self.scale.get("cells")]
         self.check_settings({"grid": args.grid} | self.scale)
 
@@ -110,7 +114,7 @@ class Grid:
         known = dict.fromkeys(cell.name for cell in cells)
         for name in names:
             if name not in known:
-                raise UserError(f"--only {name}: there is no such cell; the grid has {', '.join(known)}")
+                raise UserError(f"--only {name}: the grid does not have this cell. Its cells are {', '.join(known)}")
         return [cell for cell in cells if not names or cell.name in names]
 
     def check_settings(self, settings: dict[str, Any]) -> None:
@@ -119,7 +123,10 @@ class Grid:
         kept = {key: value for key, value in settings.items() if key not in MAY_GROW}
         older = kept | {"ranks": 1}  # older versions had this setting, and 1 was its default
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) not in (kept, older):
-            raise UserError(f"{path} has other settings than this call; choose another --out, or the same --set")
+            raise UserError(
+                f"{path}: this folder has results with other settings. Choose another --out, or the same --grid, "
+                "--scale and --set as before"
+            )
         files.write_text(path, json.dumps(kept))
 
     def run(self, *words: object) -> None:
@@ -133,7 +140,7 @@ class Grid:
             command = [sys.executable, *map(str, words)]
             code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file).returncode
         if code:
-            raise CommandError(code, f"`{line[:200]}` ended with exit code {code}; see {log}")
+            raise CommandError(code, f"the command `{line[:200]}` ended with exit code {code}. Its output is in {log}")
 
     def results(self, cell: Cell, part: str, *words: object) -> dict[str, dict[str, Scores]]:
         """Run a command that writes parts/CELL.PART.json, unless the file exists. Returns {task: {row: scores}}."""
@@ -337,15 +344,18 @@ def read_grid(name: str) -> dict[str, Any]:
     """Read a grid of this folder or a file. Raises UserError."""
     path = HERE / f"{name}.yaml" if name in GRIDS else Path(name)
     if not path.is_file():
-        raise UserError(f"--grid {name} is neither a file nor one of {', '.join(GRIDS)}")
+        raise UserError(f"--grid {name}: there is no such file. Name a YAML file, or one of {', '.join(GRIDS)}")
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for world, spec in grid["worlds"].items():
         if "langs" in spec or isinstance(spec.get("pairs"), str):
-            remedy = "write `pairs: {en-de: STEM}`, `tasks` and the rest as benchmarks/papers/methods.yaml does"
-            raise UserError(f"{path}: world {world} has `langs` or text as `pairs`, as in older versions; {remedy}")
+            remedy = "Write `pairs: {en - de: STEM}`, `tasks` and the other keys as in benchmarks/papers/methods.yaml"
+            raise UserError(
+                f"{path}: world {world} has `langs`, or a text as the value of `pairs`, which only older versions "
+                f"read. {remedy}"
+            )
     for arm in filter(None, grid["arms"].values()):
         if not (RECIPES / f"{arm['recipe']}.yaml").exists():
-            raise UserError(f"{path}: recipe {arm['recipe']} does not exist; choose one of {RECIPES}")
+            raise UserError(f"{path}: recipe {arm['recipe']} does not exist. Name a recipe in {RECIPES}")
     return grid
 
 
@@ -355,7 +365,7 @@ def read_settings(words: list[str], keys: set[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in keys:
-            raise UserError(f"--set {word}: needs the form KEY=VALUE, KEY one of {', '.join(sorted(keys))}")
+            raise UserError(f"--set {word}: the form must be KEY=VALUE. KEY is one of {', '.join(sorted(keys))}")
         settings[key] = read_yaml(text)
     return settings
 
@@ -374,13 +384,24 @@ def run_grid(grid: Grid) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--grid", required=True, metavar="NAME|FILE", help=f"{', '.join(GRIDS)}, or a file")
+    add("--grid", required=True, metavar="NAME|FILE", help=f"the experiments: {', '.join(GRIDS)}, or a YAML file")
     add("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"))
     add("--out", type=Path, required=True, metavar="DIR")
-    add("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
-    add("--encoder", type=Path, metavar="HF_DIR", help="for grid public: the encoder to go on from")
-    add("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run these cells alone")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the scale, such as steps=600")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder with parallel/, mono/, lexicon/ and eval/; scale smoke generates it",
+    )
+    add("--encoder", type=Path, metavar="HF_DIR", help="for grid public, the encoder from which training starts")
+    add("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run only these cells")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change fields of the scale in scales.yaml, such as steps=600",
+    )
     try:
         run_grid(Grid(parser.parse_args(argv)))
     except (UserError, CommandError) as error:

@@ -3,7 +3,7 @@
 xscale report RUN_DIR ... --out report.html        one run, or several side by side, also while they train
 xscale report A.json B.json ... --out table.html   results of evaluations and fine-tuning side by side
 
-The table shows how the other models differ from the first file's model.
+The table has a column for each file, and the difference of each later model from the model of the first file.
 """
 
 import argparse
