@@ -107,9 +107,8 @@ CORPUS_KEYS: dict[str, str] = {
 """By key of a source or of the rules in corpus.yaml: "opus"."""
 
 COMMANDS: dict[str, str] = {
-    "xscale.doctor": "`xscale train --dry_run` checks recipe, data and disk; `ds_report` checks the machine",
+    "xscale.doctor": "`xscale train --dry_run` checks recipe and data; `ds_report` checks the machine",
     "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
-    "xscale.doctor": "`xscale train --dry_run` checks the recipe and the data, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
     # One line for each command.
     "data_tools.align": "`xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
