@@ -109,7 +109,6 @@ CORPUS_KEYS: dict[str, str] = {
 COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale train --dry_run` checks recipe and data; `ds_report` checks the machine",
     "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
-    "xscale.merge": "export the models, and merge the exports by mergekit",
     # One line for each command.
     "data_tools.align": "`xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
     "data_tools.derive": "`python benchmarks/papers/derive.py` in a checkout has the same flags",
