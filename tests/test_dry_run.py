@@ -70,7 +70,7 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
     for words in (["--ranks", "8"], ["--ranks", "0", "--dry_run"], ["--ranks", str(2**40), "--dry_run"]):
         with pytest.raises(SystemExit):
             launch.parse_arguments(["--ds_config", "x.json", *words])
-        assert "only --dry_run has it" in capsys.readouterr().err
+        assert "--ranks needs --dry_run" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -125,7 +125,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
     own = ["streams.more={objective: tlm, samples: 4, languages: [en-fr]}", "train.epochs=3"]
     assert loader_of(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
-    with pytest.raises(UserError, match=r"train.epochs counts pairs, .* set train.steps"):
+    with pytest.raises(UserError, match=r"train.epochs counts sentence pairs, .* set train.steps"):
         loader_of(texts, demo, "mlm", "train.epochs=3")
 
 

@@ -336,7 +336,7 @@ def test_the_log_has_the_streams_and_means_of_an_evaluation(tmp_path: Path, capl
         LOG.propagate = True
         validation_in(tmp_path, 5).report(10, {"heldout": losses, "retrieval": {"en-xx": {"accuracy": 0.5}}}, 1.0)
     assert caplog.records[-1].getMessage().splitlines() == [
-        "evaluation after step 10, in 1.0 s",
+        "evaluation after step 10 took 1.0 s",
         "  heldout mlm: loss 4",
         "  heldout tlm: loss 1",
         "  retrieval en-xx: accuracy 0.5",

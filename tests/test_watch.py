@@ -108,9 +108,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
     words = arguments(config, demo, out, "train.steps=9", "checkpoint.every=1", "checkpoint.keep=99")
 
     code, output = launch.try_run(2, words)
-    assert code == 3 and f"train.skip_steps=[{BAD}]" in output and "checkpoint is that of step 6" in output, output[
-        -3000:
-    ]
+    assert code == 3 and f"train.skip_steps=[{BAD}]" in output and "is that of step 6" in output, output[-3000:]
     lines = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
     assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
     assert all(line["keys"]["mlm"] for line in lines)

@@ -93,8 +93,8 @@ def requirement_lines(
     first = load_rank_batch(dataset, plan, process.rank)
     row_tokens = int(plan.row_tokens.max())
     yield (
-        f"ranks: {process.world} of {device}; a step has about {plan.row_tokens.sum():,.0f} tokens, in {plan.rows} "
-        f"forward pass(es) of up to {row_tokens:,} tokens on each rank (train.max_tokens "
+        f"ranks: {process.world} of {device} (one process each); a step has about {plan.row_tokens.sum():,.0f} "
+        f"tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each rank (train.max_tokens "
         f"{loader.max_tokens(device):,}); precision: {config.precision}"
     )
     samples = sum(stream.samples for stream in loader.streams)
@@ -120,7 +120,7 @@ def requirement_lines(
         module, loader.recipe, config.resolved, config.precision, process.world, device, largest
     )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
-    yield f"memory per rank, ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
+    yield f"memory per rank with ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB ({purposes})"
     yield f"size of a checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
 
 

@@ -64,7 +64,7 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective, such as mlm or tlm, or MODULE:NAME for an objective of your own."""
+    """The name of the objective, such as mlm or tlm, or MODULE:NAME for an objective of another Python package."""
     samples: Annotated[int, Field(ge=0, le=MOST)]
     """The number of samples per optimizer step over all ranks. For sentence pairs, a sample is one pair. For
     monolingual text, a sample is about data.max_length tokens: consecutive sentences of a document, or several short
@@ -100,8 +100,8 @@ class DataConfig:
     """true: the first sentence of a pair has token type 0, and the second one has token type 1, if the model and the
     tokenizer have two token types and no stream has language embeddings; false: both sentences have token type 0."""
     first: Count | None = None
-    """The maximum number of records (sentences or pairs) of each language and language pair. Records are taken in the
-    order of --data and of the shards; null: no limit."""
+    """The maximum number of training records (sentences or pairs) of each language and language pair: the first ones in
+    the order of --data and of the shards; null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages ("en") or language pairs ("en-de") for streams without a field `languages` of their own; null:
     all."""
@@ -132,7 +132,7 @@ class TrainConfig:
     steps: Count = 1000
     """The number of optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Replaces `steps`: the run has the number of steps in which the recipe's first stream of sentence pairs reads
+    """The length of the run, instead of `steps`: the run ends when the recipe's first stream of sentence pairs has read
     `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads every pair `epochs` times; with a
     lower alpha, it reads pairs of small languages more often than other pairs."""
     lr: PositiveFloat = 3e-4
@@ -184,8 +184,8 @@ class TrainConfig:
     minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
     """The numbers of steps (from 1) that read their data but do not change the model, such as [500, 501]. After a loss
-    spike, resume from a checkpoint before the spike and skip the steps of the spike: the shell makes the list of the
-    steps 81,200 to 81,260 of --set train.skip_steps=[$(seq -s, 81200 81260)]."""
+    spike, resume from a checkpoint before the spike and skip the steps of the spike. For example, --set
+    train.skip_steps=[$(seq -s, 81200 81260)] skips the steps 81,200 to 81,260."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -458,7 +458,7 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
     dotted, equals, text = assignment.partition("=")
     try:
         if not equals:
-            raise ValueError("= is missing")
+            raise ValueError("the = is missing")
         set_field(tree, dotted, read_yaml(text))
     except ValueError as error:
         reason = str(error).splitlines()[0]

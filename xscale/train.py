@@ -64,7 +64,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="folders or URLs of shards (default: the demo corpus, which is generated)",
     )
     parser.add_argument("--out", help="folder of the run: checkpoints, metrics and logs (default: runs/<recipe>)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="change fields of the recipe, such as train.lr=1e-4",
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--resume",
@@ -82,19 +89,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry_run",
         action="store_true",
-        help="check recipe, data and configuration, print them with the memory of a rank, and train nothing",
+        help="check the recipe, the data and the ds_config, print the plan of the run, and train nothing",
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="with --dry_run, print the plan for N ranks; the machine needs no GPU"
     )
     parser.add_argument(
-        "--trace", action="store_true", help="write the key of every record that the run reads to the folder trace"
+        "--trace",
+        action="store_true",
+        help="write the key of every record that the run reads to the folder trace/ of the run",
     )
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):
         parser.error(
-            f"--ranks must be a number from 1 to {MOST_RANKS:,}, and only --dry_run has it. For a training, set "
-            "the number of ranks by the launcher, such as deepspeed --num_gpus"
+            f"--ranks needs --dry_run and a number from 1 to {MOST_RANKS:,}. For a training, set the number of "
+            "ranks by the launcher, such as deepspeed --num_gpus"
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":

@@ -134,7 +134,7 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
         return "is missing"
     size = file.stat().st_size
     if size != expected["bytes"]:
-        return f"has {size:,} bytes, not {expected['bytes']:,}"
+        return f"has {size:,} bytes instead of {expected['bytes']:,}"
     if files.sha256_file(file) != expected["sha256"]:
         return f"does not have the SHA-256 that {MANIFEST} lists"
     foreign = find_unsafe_types(file) if file.suffix == ".pt" else []

@@ -78,8 +78,14 @@ class Calibration:
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(estimates[0]) != set(streams):
             names = ", ".join(estimates[0])
-            raise ValueError(f"it has {len(lines)} sources and the streams {names}, which are not those of the run")
+            raise ValueError(
+                f"the checkpoint's estimates are for {len(lines)} sources and the streams {names}, which are not "
+                "those of the run"
+            )
         for name, stream_estimate in estimates[0].items():
             if not 0 < stream_estimate.ratio < math.inf:
-                raise ValueError(f"streams.{name}.ratio = {stream_estimate.ratio}")
+                raise ValueError(
+                    f"the checkpoint's estimate streams.{name}.ratio is {stream_estimate.ratio}, which is not a "
+                    "positive number"
+                )
         return cls(lines, estimates[0], estimates[1:])

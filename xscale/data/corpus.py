@@ -202,7 +202,9 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
         return recipe
     stream = first_pair_stream(corpus.streams.last)
     if stream is None:
-        raise UserError("train.epochs counts pairs, but no stream of the recipe reads pairs; set train.steps instead")
+        raise UserError(
+            "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
+        )
     return steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
 
 

@@ -72,9 +72,9 @@ def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
             problem = str(error)
     raise UserError(
         f"record {pair.key!r}: {problem}. A link `i-j` joins word i of the first sentence and word j of the "
-        "second, counted from 0; xscale/data/words.py defines words. Write the shards again by `xscale data "
-        "write_shards pairs ... --align` (or `--links FILE`), or by `xscale data prepare` with `align: true`, "
-        "which links only pairs without links"
+        "second, counted from 0 (xscale/data/words.py divides text into words). Write the shards again by `xscale "
+        "data write_shards pairs ... --align` (or `--links FILE`), or by `xscale data prepare` with `align: "
+        "true`, which links only pairs without links"
     )
 
 

@@ -139,7 +139,10 @@ def open_file_system(url: str) -> tuple[Any, str]:
             options["client_kwargs"] = {"timeout": timeout} | configured.get("client_kwargs", {})
         return fsspec.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
-        raise UserError(f"--data {redact(url)}: {error}") from None
+        raise UserError(
+            f"--data {redact(url)}: the URL cannot be opened ({error}). Correct the URL, or install the package "
+            "for its protocol"
+        ) from None
 
 
 @contextmanager

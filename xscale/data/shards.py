@@ -142,9 +142,9 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links number words by the rules {self.segmentation}, and this version "
-                f"of xscale knows only the rules of version {words.VERSION} or older. Write the shards again from "
-                "the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
+                f"{self.directory}: the word links were made with the word boundaries {self.segmentation}, and "
+                f"this version of xscale knows only those of version {words.VERSION} and older. Write the shards "
+                "again from the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -229,10 +229,11 @@ class Source:
             if file.fits_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
         raise UserError(
-            f"{self.directory}/{idx_name} is missing, damaged or of another shard: its checksum differs from the "
-            "index.json that the run read at its start. If the shards were replaced during the run, restore the "
-            f"old shards. If --data is a folder, copy the file again, or run `xscale data index {self.directory}`. "
-            f"If --data is a URL, remove {self.directory}; the next start downloads the shards again"
+            f"{self.directory}/{idx_name} is missing or damaged, or belongs to another shard: its checksum differs "
+            "from the index.json that the run read at its start. If the shards were replaced during the run, "
+            "restore the old shards. If --data is a folder, copy the file again, or run `xscale data index "
+            f"{self.directory}`. If --data is a URL, remove {self.directory}; the next start downloads the shards "
+            "again"
         )
 
     def _fetch_entries(self, remote: Remote) -> None:
@@ -445,7 +446,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: its records {records}, bytes {size} and crc {crc} must be integers")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(f"shard {name!r} is not a tar file's name, or has no hash")
+            raise ValueError(f"shard {name!r}: the name is not that of a tar file, or the SHA-256 is missing")
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("the name of a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):

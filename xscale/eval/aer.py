@@ -168,8 +168,8 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     if not is_clear:
         raise UserError(
             f"{links or text}: xscale cannot tell whether the links count words from 0 or from 1, because no link "
-            "has the number 0, and no link joins the last word of a sentence when counted from 1. Add a pair of "
-            "sentences whose first or last words are linked"
+            "has the number 0 (a first word counted from 0) or the number of words of a sentence (a last word "
+            "counted from 1). Add a pair of sentences whose first or last words are linked"
         )
     return pairs
 

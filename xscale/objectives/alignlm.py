@@ -51,8 +51,8 @@ class AlignLMOptions:
     """Which sub-words of two aligned words are linked. all: every sub-word of one word with every sub-word of the other
     word; first: only the first sub-words of both words."""
     normalize: Literal["sum", "mean"] = "sum"
-    """How the hidden states of the sub-words that are linked to a masked token are combined (H* in the paper). sum: by
-    their sum; mean: by their mean."""
+    """How the hidden states of the sub-words that are linked to a masked token are combined (H* in the paper). sum:
+    they are added; mean: they are averaged."""
     shuffle_sides: bool = False
     """true: the two sentences of a pair are swapped with probability 1/2."""
 

@@ -48,8 +48,8 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word;
     label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Of the chosen words that have a translation of the same number of tokens, the share for which the translation is
-    used."""
+    """The share of chosen words for which the translation is used. Only words with a translation of the same number of
+    tokens count."""
 
 
 _USE = rng.key("dict_mlm", "use")

@@ -200,7 +200,7 @@ CAUSES = (
     (
         ("DistNetworkError",),
         MACHINE,
-        "the ranks cannot connect to each other: {}. If another run uses the port, choose another one by the "
+        "the ranks cannot connect to each other: {}. If another run uses the port, choose another port by the "
         "launcher's flag --master_port N or by MASTER_PORT",
     ),
 )
@@ -262,7 +262,7 @@ class Status:
             self._write(NAMES.get(code, "failed"), code, why)
         except OSError as error:  # such as a full disk
             LOG.warning(
-                f"{self.out / STATUS} cannot be written ({error.strerror}), so it does not have the end of this run"
+                f"{self.out / STATUS} cannot be written ({error.strerror}), so this file does not say how the run ended"
             )
 
     def _is_running(self) -> bool:

@@ -309,13 +309,15 @@ class RunMetrics:
                 file.writelines(lines)
         newest = self.manager.good
         good = (
-            "no good checkpoint was saved" if newest is None else f"the newest good checkpoint is that of step {newest}"
+            "no checkpoint before the failure was saved"
+            if newest is None
+            else f"the newest checkpoint before the failure is that of step {newest}"
         )
         # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
         bad = number - self.skipped_in_a_row if self.fp16 else number
         raise NotFinite(
             f"step {number}: {what} is not finite. In {self.manager.folder}, {good}. {path} lists the records of "
-            f"step {number}. Continue from the good checkpoint and skip the step (--resume CHECKPOINT --set "
+            f"step {number}. Continue from this checkpoint and skip the step (--resume CHECKPOINT --set "
             f"train.skip_steps=[{bad}]), or begin a new run there with a lower train.lr or a lower weight of the "
             "stream (--fork RUN@STEP, and another --out)"
         ) from None

@@ -111,7 +111,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
         raise UserError(
             f"the run in {out} has trained, but {path} has no undamaged checkpoint (each checkpoint needs a "
             f"{checkpoints.MANIFEST}). Restore a checkpoint from a copy, or move {out} to another place to begin "
-            "the run again"
+            "the run again at step 1"
         )
     return None
 
@@ -187,8 +187,8 @@ def find_parent(fork: str) -> Path:
     if path not in complete:
         steps = [str(checkpoints.step_from_name(other)) for other in complete]
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. The run has checkpoints of the steps "
-            f"{', '.join(steps) or '(none)'}"
+            f"--fork {fork}: there is no complete checkpoint {path}. The steps with a complete checkpoint are: "
+            f"{', '.join(steps) or 'none'}"
         )
     return path
 
@@ -263,9 +263,9 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if recipe.data.first:
         raise UserError(
-            "--fork: the recipe sets data.first, a maximum for each language in all data together, so with other "
-            "data the run would read other records of the old data. Use the same --data, or start a new run from "
-            f"the weights by --set model.init={checkpoint.path}"
+            "--fork: the recipe sets data.first, the maximum number of records of each language over all --data, "
+            "so other data would change which records of the old data are read. Use the same --data, or start a "
+            f"new run from the weights by --set model.init={checkpoint.path}"
         )
     if not recipe.any_stream("language_embeddings"):
         return

@@ -109,7 +109,7 @@ class Validation:
         line = {"step": step, "results": results, "intervals": intervals(results), "seconds": round(seconds, 3)}
         self.lines.write(line)
         entry: dict[str, Any] = {"step": step}
-        shown = [f"evaluation after step {step}, in {seconds:.1f} s"]
+        shown = [f"evaluation after step {step} took {seconds:.1f} s"]
         for task, rows in results.items():
             for row, scores in rows.items():
                 for name, number in scores.items():

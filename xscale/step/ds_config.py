@@ -39,7 +39,7 @@ KEYS = {
 """Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
 UNSUPPORTED = {
     "parameter_alignment": "xscale aligns the weights itself. Remove the key",
-    "round_robin_gradients": "checkpoints of xscale need consecutive weights of a parameter group. Remove the key",
+    "round_robin_gradients": "checkpoints need the weights of a parameter group in their order. Remove the key",
     "zenflow": "xscale updates all weights in each step. Remove the key",
 }
 """Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
@@ -82,7 +82,7 @@ class Hardware:
 
         if torch.version.hip:
             raise UserError(
-                f"this PyTorch {torch.__version__} is built for ROCm (AMD), and xscale is only made for CUDA and "
+                f"this PyTorch {torch.__version__} is built for ROCm (AMD), and xscale supports only CUDA and "
                 "CPUs. Install a PyTorch for CUDA or for CPUs"
             )
         accelerator = get_accelerator()
@@ -280,7 +280,7 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
         params["warmup_min_lr"] = 0.0
     values = {
         "total_num_steps": ("train.steps", train.steps),
-        "warmup_num_steps": ("train.warmup, in steps", max(train.whole_steps(train.warmup), 2)),
+        "warmup_num_steps": ("train.warmup (in steps)", max(train.whole_steps(train.warmup), 2)),
         "warmup_max_lr": ("train.lr", train.lr),
     }
     owned = {key: value for key, value in values.items() if key in params or key in known}
@@ -302,7 +302,7 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
     demanded = [name for name, value in enabled.items() if value is True]
     allowed = [name for name, value in enabled.items() if value == AUTO and hardware.supports(name)]
     if len(demanded) > 1:
-        problems.append("fp16.enabled and bf16.enabled are both true; only one of them can be")
+        problems.append("fp16.enabled and bf16.enabled are both true. Set one of them to false")
     if wanted == AUTO:
         return [*demanded, *allowed, "fp32"][0]
     for name, value in enabled.items():

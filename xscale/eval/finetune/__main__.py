@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     files: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
     add("--train", **files, help="training files; the model of the first file gets zero-shot scores in other "
         "languages, and the model of each file gets supervised scores in its language")  # fmt: skip
-    add("--test", **files, required=True, help="test files")
+    add("--test", **files, required=True, help="test files, one for each language")
     add("--translated", **files, help="translations of the first file of --train, for translate-train scores")
     add("--code_switch", action="store_true", help="for translate-train, train on examples with one original and one "
         "translated text")  # fmt: skip
