@@ -357,7 +357,10 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
             [("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')],
             "record 0: .* two different languages",
         ),
-        ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key a string"),
+        (
+            [("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')],
+            "record 0: record None: .* key must be a string",
+        ),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
             "record 0: .* a text or a language is empty or not a string",
@@ -518,7 +521,7 @@ def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:
 def test_a_tokenizer_of_nothing(tmp_path: Path, refused, kind: str) -> None:
     (tmp_path / "text").write_text("\n \n\u200b\n", encoding="utf-8")
     words = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "300"]
-    assert f"{tmp_path / 'text'}: no text" in refused(lambda: tokenizer.main(words))
+    assert f"{tmp_path / 'text'}: the files have no text" in refused(lambda: tokenizer.main(words))
     assert files(tmp_path) == {"text"}
 
 

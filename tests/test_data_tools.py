@@ -101,7 +101,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
     assert counts_of(out)["dropped_links"] == 6
     assert "6 links between a word and a punctuation mark" in capsys.readouterr().out
-    with pytest.raises(UserError, match="give all three"):
+    with pytest.raises(UserError, match="Write all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
     with pytest.raises(UserError, match=r"links: line 1: .*does not have the characters of the text.*--links_src F"):

@@ -116,7 +116,7 @@ def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(manager, "SPARE_BYTES", 1 << 60)
     saver = manager_in(tmp_path / "checkpoints")
     saver.save(3, {}, good=True, must_succeed=False)
-    with pytest.raises(OSError, match=r"rank 0: .*GB needed"):
+    with pytest.raises(OSError, match=r"rank 0: .*the checkpoint needs"):
         saver.save(3, {}, good=True, must_succeed=True)
     assert saver.saved is None
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -228,7 +228,7 @@ def test_a_full_disk_changes_no_run(runs: Path) -> None:
     assert launch.trace(disturbed) == launch.trace(whole)
     log = (disturbed / "run.log").read_text()
     for step in (4, 6):
-        assert f"step {step} is not saved (rank 1: [Errno 28] No space left on device)" in log
+        assert f"the checkpoint of step {step} could not be saved (rank 1: [Errno 28] No space left on device)" in log
     for file in ("metrics.jsonl", "trace/rank0.jsonl"):
         assert (
             log.count(f"{disturbed / file}: ") == 2 and f"{disturbed / file}: the file can be written again" in log
@@ -263,7 +263,10 @@ def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: P
     assert steps_saved(out) == [0, 2] and half.exists()
     full = {"arguments": arguments(demo, out), "save": {"12": [1, "full"]}}
     code, output = launch.try_run(2, listed(tmp_path / "full.json", full), script=SCRIPT)
-    assert code == 4 and "step 12 is not saved (rank 1: [Errno 28] No space left on device)" in output, output[-3000:]
+    assert (
+        code == 4
+        and "the checkpoint of step 12 could not be saved (rank 1: [Errno 28] No space left on device)" in output
+    ), output[-3000:]
     assert "The next start will continue from step 10" in output
     assert steps_saved(out) == [0, 2, 4, 6, 8, 10] and not list((out / "checkpoints").glob("*.incomplete"))
     assert json.loads((out / "status.json").read_text())["code"] == 4

@@ -63,7 +63,9 @@ def test_a_plan_for_another_machine(
     assert ("26 samples: 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "checkpoint: " in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
-    assert ("train.max_tokens is 65,536: a step may use 60% of the GPU's 80.0 GiB" in told) == (device == "cuda")
+    assert (
+        "train.max_tokens is 65,536, chosen by the memory of the GPU: a step may use 60% of the 80.0 GiB" in told
+    ) == (device == "cuda")
 
 
 def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:

@@ -250,9 +250,9 @@ def test_selected_rows_equal_dense_logits(kind: str) -> None:
 def test_unknown_models_are_refused() -> None:
     assert CONFIGS.keys() == HEADS.keys()
     funnel = FunnelConfig(vocab_size=97, block_sizes=[1], d_model=32, n_head=2, d_head=16, d_inner=48)
-    with pytest.raises(UserError, match=r"'funnel'.*use one of bert, roberta"):
+    with pytest.raises(UserError, match=r"'funnel'.*one of the types bert, roberta"):
         Encoder(AutoModelForMaskedLM.from_config(funnel))
-    with pytest.raises(UserError, match="bert model is a decoder"):
+    with pytest.raises(UserError, match="bert model sets is_decoder"):
         Encoder(AutoModelForMaskedLM.from_config(BertConfig(**SHAPE, is_decoder=True)))
     relative = BertConfig(**SHAPE, position_embedding_type="relative_key")
     with pytest.raises(UserError, match="position_embedding_type 'relative_key'"):
@@ -294,9 +294,9 @@ def build(**changes: object) -> Encoder:
 
 def test_init_checks_tokenizer_and_length(tmp_path: object) -> None:
     AutoModelForMaskedLM.from_config(CONFIGS["xlm-roberta"]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"98 ids.*embeddings for 97"):
+    with pytest.raises(UserError, match=r"98 tokens.*only 97 embeddings"):
         build(init=str(tmp_path), vocab_size=98)
-    with pytest.raises(UserError, match="max_length 63 exceeds the 62 positions"):
+    with pytest.raises(UserError, match=r"max_length 63 is too large: .* at most 62 tokens"):
         build(init=str(tmp_path), max_length=63)
     with pytest.raises(UserError, match="nowhere/at/all does not exist"):
         build(init="/nowhere/at/all")
@@ -341,7 +341,7 @@ def test_a_gain_of_attention_tells_sentences_apart(preset: str, monkeypatch: pyt
 
 
 def test_models_without_token_types_have_no_language_embeddings() -> None:
-    with pytest.raises(UserError, match="a modernbert model has no token types"):
+    with pytest.raises(UserError, match="a modernbert model has none"):
         build(preset="modern-small", language_embeddings=True)
 
 

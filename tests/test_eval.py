@@ -214,7 +214,7 @@ def test_folders_that_others_saved(
     bert.resize_token_embeddings(100)
     bert.save_pretrained(tmp_path / "hf")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
-    assert "for 100 embeddings; save" in capsys.readouterr().err
+    assert "only 100 embeddings. Save" in capsys.readouterr().err
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"none")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
     assert "hf cannot be loaded" in capsys.readouterr().err

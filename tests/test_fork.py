@@ -51,10 +51,10 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     steps = {f"{parent}@7": 7, f"{parent}@9": 9}
     assert {name: begin(demo, tmp_path / "new", name).step for name in steps} == steps
     for fork, words in {
-        f"{parent}@8": r"no complete checkpoint .*step_00000008; .* steps 7, 9",
-        f"{tmp_path}/nowhere@8": r"no complete checkpoint .*step_00000008; .* \(none\)",
-        f"{parent}": "name the run and the step",
-        "@8": "name the run and the step",
+        f"{parent}@8": r"no complete checkpoint .*step_00000008\. .* are: 7, 9",
+        f"{tmp_path}/nowhere@8": r"no complete checkpoint .*step_00000008\. .* are: none",
+        f"{parent}": "the form must be RUN@STEP",
+        "@8": "the form must be RUN@STEP",
     }.items():
         with pytest.raises(UserError, match=rf"--fork.*: .*{words}"):
             begin(demo, tmp_path / "new", fork)
@@ -62,7 +62,7 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     shutil.copytree(parent / "checkpoints" / "step_00000009", own)
     with pytest.raises(UserError, match=r"--fork .*run@7: .*new .*--out"):
         begin(demo, tmp_path / "new", f"{parent}@7")  # the run has not begun there
-    with pytest.raises(UserError, match="name the run and the step"):
+    with pytest.raises(UserError, match="the form must be RUN@STEP"):
         begin(demo, tmp_path / "new", "7")
     seventh = checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007")
     resume.write_ancestry(tmp_path / "new", seventh, seventh.identity)
@@ -185,5 +185,5 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
         resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
     embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}
     monkeypatch.setattr(resume, "xscale_field_of_init", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
-    with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx; .*model\.init"):
+    with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx\. .*model\.init"):
         resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **embeddings))

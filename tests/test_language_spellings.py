@@ -142,5 +142,5 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
 
 def test_a_pair_of_one_language_is_refused(tmp_path: Path) -> None:
     write_source(tmp_path / "pairs", [{"key": "1", "langs": ["de", "deu_Latn"], "texts": ["a", "b"]}])
-    with pytest.raises(UserError, match=r"pairs: de and deu_Latn are names of one language.*--langs"):
+    with pytest.raises(UserError, match=r"pairs: de and deu_Latn are two names of one language.*--langs"):
         unify_language_names(find_sources([tmp_path / "pairs"]))

@@ -118,7 +118,7 @@ def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: To
         (["dog b", "cat"], "line 2: 'cat'"),
         (["dog b", "", "cat b c"], "line 3: 'cat b c'"),
         (["two words\tb", "a\t"], "line 2: "),
-        ([""], "has no entry"),
+        ([""], "has no dictionary entry"),
         (["日 本"], "every entry of the dictionary has tokens that the tokenizer does not know"),
     ],
 )
@@ -453,7 +453,7 @@ def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None
     write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
     with pytest.raises(UserError, match=r"no word links.*--align"):
         make(tmp_path / "en-de.txt", "--from_links", tmp_path / "shards")
-    with pytest.raises(UserError, match="holds en-de, but --out is for en-fr"):
+    with pytest.raises(UserError, match="has text in en-de, but by its name, --out is a dictionary of en-fr"):
         make(tmp_path / "en-fr.txt", "--from_links", tmp_path / "shards")
 
 

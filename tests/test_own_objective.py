@@ -101,7 +101,7 @@ WRONG = [
         "collate",
         "states.'source'. has columns from 1000000 ",
     ),
-    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts lack rank"),
+    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts that collate returned do not have rank"),
     ("samples=len(pairs)", 'samples=len(pairs), labels={"odd": first.ids}', "collate", "labels has odd; the terms"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums with 'rnak', which is not a term"),
@@ -168,7 +168,7 @@ def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: 
     launch.run(2, [*common, "checkpoint.keep=9", "--out", str(whole)])
     shutil.copytree(whole, again)
     shutil.rmtree(again / "checkpoints" / "step_00000008")
-    assert "resumed from" in launch.run(2, [*common, "--out", str(again)])
+    assert "the run continues from" in launch.run(2, [*common, "--out", str(again)])
     assert launch.without_times(again) == launch.without_times(whole)
     launch.run(1, [*common, "--out", str(alone)])
     losses = [[entry["loss"] for entry in launch.metrics(out)] for out in (whole, alone)]

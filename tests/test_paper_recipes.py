@@ -226,7 +226,7 @@ def sets_of_model(folder: Path, sets: list[str], trained_by_xscale: bool) -> lis
         ("mixed", ["model.init=DIR"], False, "0.002.*--recipe adapt/NAME.*train.lr=5e-5"),
         ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
         ("ppa", ["model.init=DIR"], True, None),
-        ("align_mlm", ["model.init=DIR"], False, r"set a learning rate.*train.lr=5e-5"),
+        ("align_mlm", ["model.init=DIR"], False, r"set a lower learning rate.*train.lr=5e-5"),
         ("mlm", ["model.init=DIR"], False, None),
         ("alignlm", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=DIR"], False, None),

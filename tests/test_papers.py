@@ -193,7 +193,7 @@ def test_a_killed_grid_goes_on(driver: Any, tmp_path: Path, monkeypatch: pytest.
     assert running.returncode < 0 and not (tmp_path / "table.md").exists()
     assert driver.main(words) == 0
     log = (tmp_path / f"runs/{cell}/run.log").read_text()
-    assert int(re.findall(r"resumed from .*: step (\d+)", log)[-1]) >= 2
+    assert int(re.findall(r"the run continues from .*, after step (\d+)", log)[-1]) >= 2
     table, model = (tmp_path / "table.md").read_text(encoding="utf-8"), tmp_path / f"hf/{cell}/model.safetensors"
     assert "| align_mlm | 1 |" in table and "pos Δ" in table
     assert "| 4 |" in (tmp_path / "cells.md").read_text() and (tmp_path / "words.png").stat().st_size > 1000

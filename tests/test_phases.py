@@ -255,7 +255,7 @@ def test_what_a_phase_may_not_change(tmp_path: Path, phase: dict[str, Any], mess
 
 def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
     for phases, sets, message in (
-        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 16.*1.0 for its end"),
+        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 16.*1.0 is the end"),
         ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
         ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),
         ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads pair records in en"),

@@ -303,7 +303,7 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
             moco = fresh
     assert moco.options.momentum_at(9, 5) == 0.9 and moco.options.momentum_at(4, 9) == pytest.approx(0.7)
     assert ppa.PpaOptions(momentum=0.3).momentum_at(2, 5) == 0.3
-    with pytest.raises(UserError, match=r"momentum_ramp: 0\.4 is below momentum: 0\.5; it must rise"):
+    with pytest.raises(UserError, match=r"momentum_ramp: 0\.4 is below momentum: 0\.5\. Set momentum_ramp"):
         make_job(demo, *ramp, "streams.ppa.momentum_ramp=0.4")
 
 

@@ -180,17 +180,33 @@ EVERY_READER: list[dict] = [
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"PK\3\4" + bytes(26), "f has binary data"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "f is a web page"),
-        ({"pairs": ["en", "de"], "tmx": "f"}, b"<xliff></xliff>", "f: its first element is xliff"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<xliff></xliff>", "f is not a TMX, because its first element is xliff"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "f: the XML after translation unit 0"),
-        ({"pairs": ["en", "de"], "tmx": "f"}, b"<?xml version='1.0' encoding='none-such'?><tmx/>", "f: after transl"),
-        ({"pairs": ["en", "de"], "tmx": "f"}, b"<?xml version='1.0' encoding='shift_jis'?><tmx/>", "f: after transl"),
+        (
+            {"pairs": ["en", "de"], "tmx": "f"},
+            b"<?xml version='1.0' encoding='none-such'?><tmx/>",
+            "after translation unit",
+        ),
+        (
+            {"pairs": ["en", "de"], "tmx": "f"},
+            b"<?xml version='1.0' encoding='shift_jis'?><tmx/>",
+            "after translation unit",
+        ),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY c SYSTEM "f">]><tmx>&c;</tmx>', "Entit"),
         ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "f: row 1 cannot be read as `parquet`"),
-        ({"pairs": ["en", "de"], "datasets": "f"}, b"", "not a datasets source"),
+        ({"pairs": ["en", "de"], "datasets": "f"}, b"", "cannot be read as `datasets`"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": 3}\n', "f: line 1: the field `text` is 3, and must be text"),
-        ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "its fields are a: name one of them in `field`"),
-        ({"pairs": ["en", "de"], "jsonl": "f"}, b'{"en": "b"}\n', "its fields are en: name two of them in `columns`"),
+        (
+            {"mono": "en", "jsonl": "f"},
+            b'{"a": "b"}\n',
+            "its fields are a. Name the field of the text by the key `field`",
+        ),
+        (
+            {"pairs": ["en", "de"], "jsonl": "f"},
+            b'{"en": "b"}\n',
+            "its fields are en. Name the fields of the two texts by the key `columns`",
+        ),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "f: pair or document 1 has an unpaired surrogate"),
@@ -240,7 +256,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [minimum, maximum]"]),
         ({"sources": [PAIR | {"opus": "a.zip"}], "rules": {"score": 1.0}}, ["opus is no longer", "score is no longer"]),
         ({"sources": [MONO | {"text": "x/a"}, MONO | {"text": "y/a"}]}, ["two sources have the name a.de"]),
-        ({"sources": [MONO, {"mono": "deu", "text": "b"}]}, ["de and deu are the same language"]),
+        ({"sources": [MONO, {"mono": "deu", "text": "b"}]}, ["de and deu are names of the same language"]),
     ],
 )
 def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path, tree: dict, words: list[str]) -> None:
@@ -657,7 +673,7 @@ def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     assert [source.read(0, n).links for n in range(2)] == ["0-0 2-1", "1-0"]
     links.write_bytes(zstandard.compress(b"0-0\n1-1\n"))
-    with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*between spaces and tabs"):
+    with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*spaces and tabs divide words"):
         run(tmp_path, tree, out="again")
 
 

@@ -138,7 +138,7 @@ def test_sources_are_those_of_the_disk(corpus: Path, server: type[Handler], tmp_
         far = find_sources([f"{url}/en", remote.parse_location(f"{url}/en-xx/")], str(tmp_path))
         assert [source.fingerprint for source in far] == [source.fingerprint for source in near]
         assert [records_of(source) for source in far] == [records_of(source) for source in near]
-        with pytest.raises(UserError, match=r"no index\.json there; give the URL of each folder"):
+        with pytest.raises(UserError, match=r"there is no index\.json at this URL\. Name the URL of each folder"):
             find_sources([url], str(tmp_path))
 
 
@@ -147,7 +147,7 @@ def test_a_run_consumes_what_it_would_from_disk(
 ) -> None:
     near, far = (open_spec(at, demo, tmp_path, "data.workers=2", measured=True) for at in (corpus, server.url))
     assert launch.identity(near) == launch.identity(far)
-    with pytest.raises(UserError, match="training data of this run"):
+    with pytest.raises(UserError, match="this run trains on"):
         find_task_sources(EvalTask("heldout", [f"{server.url}/en"]), far.recipe, far.corpus)
     steps = 10  # more than two epochs of pairs
     near_keys, far_keys = (

@@ -142,7 +142,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
 def test_of_a_hundred_languages_the_highest_losses_are_drawn(tmp_path: Path) -> None:
     entries = [{"step": step} | {f"loss/mlm/l{n:02d}": n + 1 / step for n in range(100)} for step in range(1, 40)]
     page = page_of(write_run(tmp_path / "run", entries, [], {}), out=tmp_path / "report.html")
-    assert "the worst 8 of 100" in pictures(page)[0] and len(page) < 200_000
+    assert "the 8 worst of 100" in pictures(page)[0] and len(page) < 200_000
     assert re.findall(r"l\d\d", pictures(page)[0]) == [f"l{n}" for n in range(99, 91, -1)]
     assert len([row for row in rows_of(page) if row[0].startswith("loss/mlm/")]) == 100
 

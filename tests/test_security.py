@@ -74,7 +74,7 @@ def test_a_sample_is_its_own_bytes(add: Callable[[tarfile.TarFile], None]) -> No
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
         add(tar)
     assert len(content.getvalue()) < 20_000
-    with pytest.raises(ValueError, match=r"member a\.en\.txt is a link, a device or sparse"):
+    with pytest.raises(ValueError, match=r"member a\.en\.txt is a link, a device or a sparse"):
         parse_sample(content.getvalue(), ("en",))
 
 
@@ -83,7 +83,7 @@ def test_aliases_of_aliases_are_refused() -> None:
     for number in range(1, 9):
         aliases = ", ".join([f"*a{number - 1}"] * 9)
         lines.append(f"a{number}: &a{number} [{aliases}]")
-    with pytest.raises(ValueError, match=r"it has over 10 aliases") as error:
+    with pytest.raises(ValueError, match=r"more than 10 aliases") as error:
         read_yaml("\n".join(lines))
     assert len(str(error.value)) < 200
     assert read_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}

@@ -479,5 +479,5 @@ def test_a_folder_whose_index_is_missing_is_not_left_out(demo: Path, tmp_path: P
 def test_a_link_to_a_disk_that_is_not_there_is_not_left_out(demo: Path, tmp_path: Path) -> None:
     shutil.copytree(demo / "pairs", tmp_path / "pairs")
     (tmp_path / "mono").symlink_to("/absent/mono")
-    with pytest.raises(UserError, match="mono is a link to /absent/mono"):
+    with pytest.raises(UserError, match="mono is a symbolic link to /absent/mono"):
         find_sources([tmp_path])

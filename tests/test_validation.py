@@ -255,7 +255,7 @@ WRONG = {
         [],
         r"eval\.heldout: streams\.alignlm needs word links, .*bare",
     ),
-    "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no pairs"),
+    "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*ds_config of stage 2"),
@@ -285,7 +285,7 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
 def test_a_number_is_found_by_its_path() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}}
     assert find_number(results, "heldout/tlm en-xx/loss") == 3.0 and find_number(results, "aer/en-fr/AER") is None
-    with pytest.raises(UserError, match=r"heldout/mlm/loss; the rows of heldout are tlm en-xx"):
+    with pytest.raises(UserError, match=r"heldout/mlm/loss. The task heldout has the rows tlm en-xx"):
         find_number(results, "heldout/mlm/loss")
 
 

@@ -161,8 +161,8 @@ def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
                     yield place, {"context": paragraph["context"]} | question | {"answers": answers}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: the JSON after {place} does not have the fields of SQuAD 1.1 ({type(error).__name__}: "
-            f"{error}). Download the file again"
+            f"{path} is not JSON of SQuAD 1.1, because the part after {place} cannot be read "
+            f"({type(error).__name__}: {error}). Download the file again"
         ) from None
 
 
