@@ -15,10 +15,11 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 
 # --use-pep517: seqeval has a setup.py alone, and pip before 23.1 would run it without what it needs.
+# --no-compile: Python compiles the modules that a process imports; pip would compile all 23,000 files, which takes a minute.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 (with venv) is needed; set PYTHON=/path/to/python3.13"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[dev,mpi,eval]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --use-pep517 -c constraints.txt --editable '.[dev,mpi,eval]'
 	touch $@
 
 data/demo: | $(VENV)/installed
