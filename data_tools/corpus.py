@@ -168,7 +168,8 @@ class SourceSpec(Strict):
         formats = [name for name in FORMATS if getattr(self, name) is not None]
         if len(formats) != 1:
             raise ValueError(
-                f"the source must have one of the keys {', '.join(FORMATS)}; it has {', '.join(formats) or 'none'}"
+                f"the source must have one of the keys {', '.join(FORMATS)}, and has "
+                f"{', '.join(formats) or 'none of them'}"
             )
         if (self.pairs is None) == (self.mono is None):
             raise ValueError(
@@ -182,7 +183,7 @@ class SourceSpec(Strict):
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
                 raise ValueError(
-                    f"the name of the language {language!r} may have only letters, digits, _ and, between them, -, "
+                    f"the language name {language!r} may have only letters, digits, _ and, except at its ends, -, "
                     "such as zh-Hant"
                 )
         if self.name is not None and not NAME.fullmatch(self.name):
@@ -196,7 +197,7 @@ class SourceSpec(Strict):
             )
         for key in set[str]().union(*FORMATS.values()) & self.model_fields_set:
             if getattr(self, key) is not None and key not in FORMATS[self.format]:
-                raise ValueError(f"{key}: a source with `{self.format}` cannot have this key. Remove it")
+                raise ValueError(f"{key}: a source with `{self.format}` cannot have this key. Remove the key")
         self._check_columns()
         return self
 
@@ -208,7 +209,7 @@ class SourceSpec(Strict):
         if self.mono and (columns or self.links is not None):
             raise ValueError(
                 "columns and links: only a source with `pairs` can have these keys, and this source has `mono`. "
-                "Remove them"
+                "Remove the keys `columns` and `links`"
             )
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
             raise ValueError(
@@ -276,7 +277,8 @@ class Corpus(Strict):
             other = spellings.setdefault(spelling_key(language), language)
             if other != language:
                 problems.append(
-                    f"sources: {other} and {language} are names of the same language. Use one of them in all sources"
+                    f"sources: {other} and {language} are names of the same language. Write either {other} or "
+                    f"{language} in all sources"
                 )
         if problems:
             raise ValueError("\n  ".join(problems))
@@ -363,8 +365,8 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
     if named:
         raise UserError(
-            f"{place}: the source of {source['shards']} has `pairs` or `mono`, but the index of these shards has "
-            f"the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
+            f"{place}: a source of shards must not have `pairs` or `mono`, because the index of {source['shards']} "
+            f"has the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
         )
     source.update(languages)
 
@@ -384,6 +386,6 @@ def problem_lines(error: ValidationError, prefix: str) -> list[str]:
         elif problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
         elif isinstance(problem["input"], bool):
-            text += ". YAML reads yes, no, on and off as truth values: write them with quotation marks"
+            text += ". YAML reads yes, no, on and off as truth values: write these words with quotation marks"
         lines.append(f"{prefix}{place}: {text}" if place else f"{prefix}{text}")
     return lines

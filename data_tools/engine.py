@@ -70,7 +70,9 @@ def lock_folder(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise UserError(f"another process writes to {folder}. Wait until the process has ended, or stop it") from None
+        raise UserError(
+            f"another process writes to {folder}. Wait until the other process has ended, or stop the other process"
+        ) from None
     except OSError:
         pass  # the file system has no locks
     return fd
@@ -115,7 +117,7 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
     except BrokenProcessPool:
         raise MachineError(
             f"a worker process was killed in the step `{tasks.name}`, perhaps because the memory ran out (see "
-            "`dmesg`). Start again with fewer --workers; finished tasks are not repeated"
+            "`dmesg`). Start the command again with fewer --workers; finished tasks are not repeated"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -176,7 +178,8 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise MachineError(
-                f"the Ray cluster does not answer ({error}). Correct RAY_ADDRESS, or start Ray at this address"
+                f"the Ray cluster does not answer ({error}). Correct RAY_ADDRESS, or start Ray at the address in "
+                "RAY_ADDRESS"
             ) from None
     remote = ray.remote(do_task)
     folder = tasks.folder.resolve()
@@ -192,8 +195,8 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise MachineError(
-            f"Ray lost a worker in the step `{tasks.name}` ({str(error)[:500]}). Start again; finished tasks are "
-            "not repeated"
+            f"Ray lost a worker in the step `{tasks.name}` ({str(error)[:500]}). Start the command again; finished "
+            "tasks are not repeated"
         ) from None
 
 

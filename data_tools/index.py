@@ -160,14 +160,15 @@ def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
         layouts.add(layout_name(member))
         if len(layouts) == 2:
             raise ValueError(
-                f"the tar member {member.name}: a tar cannot have both .jsonl members and others. Write them to "
-                "different folders"
+                f"the tar member {member.name}: a tar cannot have both .jsonl members and other members. Write "
+                ".jsonl members and other members to different folders"
             )
         yield member
     rest = os.pread(fd, 1 << 20, tar.offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
         raise ValueError(
-            "the tar is cut off or damaged after this record, because it has no end-of-archive mark. Copy the tar again"
+            "the tar is cut off or damaged after this record, because the end-of-archive mark is missing. Copy "
+            "the tar again"
         )
 
 
@@ -217,7 +218,7 @@ def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
             raise MachineError(
-                "a process that reads tars was killed, perhaps because the memory ran out. Start again"
+                "a process that reads tars was killed, perhaps because the memory ran out. Start the command again"
             ) from None
 
 
@@ -253,7 +254,8 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
                 f"{directory / tar.shard.name} has the languages {tar.langs} and the layout {tar.layout!r}, but "
-                f"{first.shard.name} has {first.langs} and {first.layout!r}. Move one of them to another folder"
+                f"{first.shard.name} has {first.langs} and {first.layout!r}. Move one of the two tars to another "
+                "folder"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -296,7 +298,7 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     dropped = counts.pop("dropped_links", 0)
     left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason not in ("lines", "records")]
     if left_out:
-        line += f"; lines that were left out: {', '.join(left_out)}"
+        line += f"; lines of the input that were left out: {', '.join(left_out)}"
     if dropped:
         line += f"; {dropped:,} links between a word and a punctuation mark or other symbol were left out"
     return line
@@ -308,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument(
-        "--langs", nargs="+", help="languages of the text, if the names of the tar members do not say them"
+        "--langs", nargs="+", help="languages of the text, if the names of the tar members do not have the languages"
     )
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None

@@ -135,9 +135,9 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
             if share > UNKNOWN:
                 print(
                     f"warning: {share:.1%} of the tokens in {lang} are unknown tokens, because tokenizer "
-                    f"{tokenizer.hf.name_or_path} does not have their characters, and a model cannot learn from "
-                    f"them. Train a tokenizer on text in {lang} with a larger vocabulary by `xscale data tokenizer "
-                    "--vocab_size N`"
+                    f"{tokenizer.hf.name_or_path} does not have the characters, and a model cannot learn from "
+                    f"unknown tokens. Train a tokenizer on text in {lang} with a larger vocabulary by `xscale data "
+                    "tokenizer --vocab_size N`"
                 )
     if "documents" in source.index:
         print(f"  sentences per document: mean {source.records / source.index['documents']:.1f}")

@@ -48,8 +48,8 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     for source in sources:
         if source.langs not in (langs, langs[::-1]):
             raise UserError(
-                f"{source.directory} has text in {'-'.join(source.langs)}, but by its name, --out is a dictionary "
-                f"of {'-'.join(langs)}. Remove {source.directory} from the command"
+                f"{source.directory} has text in {'-'.join(source.langs)}, but the name of --out says "
+                f"{'-'.join(langs)}. Remove {source.directory} from the command"
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):
@@ -198,23 +198,24 @@ def main(argv: list[str] | None = None) -> None:
         for path in args.dict:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
-                    f"{path}: by the name of this file, its columns are not {' '.join(langs)}, the columns of "
-                    "--out. If they are in the other order, swap them by `awk '{print $2, $1}'`"
+                    f"{path}: the file name does not say that the columns are {' '.join(langs)}, as in --out. If "
+                    "the columns are in the other order, swap the columns by `awk '{print $2, $1}'`, and rename "
+                    "the file"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries read"]
     if args.truecase:
         spelled = truecase_entries(entries, langs, find_sources(args.truecase))
-        report.append(f"{sum(map(ne, entries, spelled)):,} spelled as in the text")
+        report.append(f"{sum(map(ne, entries, spelled)):,} entries changed to the spelling of the text")
         entries = spelled
     entries = list(dict.fromkeys(entries))
-    report.append(f"{len(entries):,} different")
+    report.append(f"{len(entries):,} different entries")
     if args.drop_identical:
         entries = [(first, second) for first, second in entries if first != second]
-        report.append(f"{len(entries):,} with two different words")
+        report.append(f"{len(entries):,} entries with two different words")
     if args.share is not None:
         entries = sample_entries(entries, args.share, args.seed)
-        report.append(f"{len(entries):,} with a word of the share {args.share:g} (seed {args.seed})")
+        report.append(f"{len(entries):,} entries of a share {args.share:g} of the words (seed {args.seed})")
     if not entries:
         raise UserError(
             f"no entry is left for {args.out} ({', '.join(report)}). Change the flags, or use other shards or "

@@ -127,8 +127,8 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
         print(f"{folder} has finished tasks of an earlier start, which are not repeated", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(
-                "corpus.yaml or a file that it lists has changed since the first start, whose work is in "
-                f"{folder}. Remove {folder} to begin again"
+                "corpus.yaml or a file that corpus.yaml lists has changed since the command was first started, "
+                f"and the old work is in {folder}. Remove {folder} to begin again"
             )
     steps.write_json(path, stamp)
 
@@ -142,7 +142,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(
-                f"step {name}: all {count:,} tasks are done, {len(left):,} of them since this start",
+                f"step {name}: all {count:,} tasks are done, {len(left):,} tasks in this start",
                 file=sys.stderr,
                 flush=True,
             )

@@ -215,7 +215,7 @@ def input_files(paths: list[Path]) -> list[Path]:
         raise UserError(f"{', '.join(map(str, paths))} has no files. Name files of text, or folders with files of text")
     for name, times in Counter(map(os.path.abspath, files)).items():
         if times > 1:
-            raise UserError(f"{name} is named twice, so its lines would be read twice. Name the file once")
+            raise UserError(f"{name} is named twice, so the lines would be read twice. Name the file once")
     return files
 
 
@@ -466,7 +466,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
                 doc = record.doc
     except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
         raise UserError(
-            f"{urls}: the tar cannot be read at or after {place} ({error}). Correct the tar or its address"
+            f"{urls}: the tar cannot be read at or after {place} ({error}). Correct the tar or the address"
         ) from None
 
 

@@ -221,7 +221,7 @@ def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callabl
     if len(kept) < len(wanted):
         print(
             f"warning: {COVERAGE:.2%} of the text has {len(wanted):,} different characters, and the vocabulary has "
-            f"room for only {len(kept):,} of them. Set a larger vocab_size",
+            f"room for only {len(kept):,} characters. Set a larger vocab_size",
             file=sys.stderr,
         )
     return kept

@@ -267,7 +267,7 @@ def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: P
         code == 4
         and "the checkpoint of step 12 could not be saved (rank 1: [Errno 28] No space left on device)" in output
     ), output[-3000:]
-    assert "The next start will continue from step 10" in output
+    assert "The next start of the run will continue from step 10" in output
     assert steps_saved(out) == [0, 2, 4, 6, 8, 10] and not list((out / "checkpoints").glob("*.incomplete"))
     assert json.loads((out / "status.json").read_text())["code"] == 4
     launch.run(2, arguments(demo, out))

@@ -295,7 +295,7 @@ def test_ranks_end_with_their_launcher(demo: Path, tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(ranks, timeout=60)
     for rank in alive:
         rank.kill()
-    assert not alive and "its launcher is gone" in (out / "run.log").read_text()
+    assert not alive and "the launcher of the run has ended" in (out / "run.log").read_text()
     assert checkpoints.list_checkpoints(out / "checkpoints")[-1].name != "step_00000000"
 
 

@@ -118,7 +118,12 @@ BAD = {
         "row 1: .* premise has the value 1, and a value of type str",
     ),
     "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b"}\n', "row 1: the column label has None"),
-    "fewer tags": ("pos", "a.jsonl", '{"tokens": ["a", "b"], "upos": ["X"]}\n', "row 1: there are 2 words and 1 tags"),
+    "fewer tags": (
+        "pos",
+        "a.jsonl",
+        '{"tokens": ["a", "b"], "upos": ["X"]}\n',
+        "row 1: the sentence has 2 words and 1 tags",
+    ),
     "no answer_start": (
         "xquad",
         "a.jsonl",

@@ -540,14 +540,14 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
     tlm_stream = {"tlm": {"objective": "tlm"}}
     table: list[tuple[dict[str, Any], str | None, tuple[Any, ...], str, str]] = [
         (tlm_stream, None, (), "mean", "the default, because no stream trained sentence vectors"),
-        ({"ppa": PPA}, init, (), "cls", "from streams.ppa"),
+        ({"ppa": PPA}, init, (), "cls", "with which streams.ppa was trained"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
-        ({"ppa": PPA}, None, ("mean",), "mean", "from --pooling"),
+        ({"ppa": PPA}, None, ("mean",), "mean", "the pooling of --pooling"),
         (tlm_stream, init, (), "cls", f"from model.init {init}, with its modules and prompts"),
         (tlm_stream, init, (None, 1), "cls", "because they belong to its last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
-        (tlm_stream, str(ended[1]), (), "mean", "from streams.ppa"),
+        (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
     ]
     for streams, start, asked, pooling, reason in table:
         vectors = choose_vectors({"model": {"init": start}, "streams": streams}, *asked)

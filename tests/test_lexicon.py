@@ -367,7 +367,7 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     out = tmp_path / "out" / "en-de.txt"
     tool.main(["--out", str(out), "--dict", str(path), "--truecase", str(tmp_path / "shards")])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert "3 spelled as in the text" in capsys.readouterr().out
+    assert "3 entries changed to the spelling of the text" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
@@ -434,10 +434,10 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
     ("out", "options", "message"),
     [
         ("dictionary.txt", [], "does not say the two languages of the dictionary"),
-        ("en-fr.txt", [], "en-de.*columns are not en fr"),
+        ("en-fr.txt", [], "en-de.*does not say that the columns are en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
-        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 with a word of the share 0.1"),
+        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 entries of a share 0.1"),
     ],
 )
 def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary) -> None:
@@ -453,7 +453,7 @@ def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None
     write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
     with pytest.raises(UserError, match=r"no word links.*--align"):
         make(tmp_path / "en-de.txt", "--from_links", tmp_path / "shards")
-    with pytest.raises(UserError, match="has text in en-de, but by its name, --out is a dictionary of en-fr"):
+    with pytest.raises(UserError, match="has text in en-de, but the name of --out says en-fr"):
         make(tmp_path / "en-fr.txt", "--from_links", tmp_path / "shards")
 
 

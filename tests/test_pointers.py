@@ -23,7 +23,7 @@ XML_ERROR = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied<
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (LFS, "is a pointer of Git LFS, without the file's content. Run `git lfs pull`"),
+        (LFS, "is a pointer of Git LFS instead of the file. Run `git lfs pull`"),
         (b"/annex/objects/SHA256E-s12--4d7a\n", "`git annex get`"),
         (b"\n<!DOCTYPE html><title>404</title>", "is a web page"),
         (b"\xef\xbb\xbf<HTML lang=en>", "is a web page"),
@@ -90,9 +90,7 @@ def test_every_reader_names_a_pointer(tmp_path, whole, name: str, read: Callable
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     (folder / name).write_bytes(LFS)
-    with pytest.raises(
-        UserError, match=r"is a pointer of Git LFS, without the file's content. Run `git lfs pull`"
-    ) as error:
+    with pytest.raises(UserError, match=r"is a pointer of Git LFS instead of the file. Run `git lfs pull`") as error:
         read(folder)
     assert str(folder / name) in str(error.value)
 

@@ -240,7 +240,7 @@ MONO = {"mono": "de", "text": "a"}
     ("tree", "words"),
     [
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["must be two different languages"]),
-        ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "it has text, tmx"]),
+        ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is named twice"]),
         (

@@ -94,7 +94,10 @@ def report_error(error: UserError | OSError) -> int:
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     place = redact(str(error.filename or "a file"))
-    print(f"error: {place}: {error.strerror}. Correct this, then start the command again", file=sys.stderr)
+    print(
+        f"error: {place}: {error.strerror}. Remove the cause of the error, then start the command again",
+        file=sys.stderr,
+    )
     return 4
 
 
@@ -166,8 +169,8 @@ def env_number(variable: str, default: int) -> int:
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
-            f"the environment variable {variable} has the value {value!r}, which is not a whole number. Unset the "
-            "variable, or let the launcher set it"
+            f"the environment variable {variable} has the value {value!r}, which is not a whole number. Unset "
+            f"{variable}, or let the launcher set {variable}"
         )
     return int(value)
 

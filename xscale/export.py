@@ -44,7 +44,12 @@ def main() -> int:
         choices=POOLINGS,
         help="pooling of sentence vectors (default: the pooling of the training, else that of model.init)",
     )
-    add("--layers", type=int, metavar="K", help="export only the first K layers; their hidden states are the output")
+    add(
+        "--layers",
+        type=int,
+        metavar="K",
+        help="export only the first K layers; the hidden states of layer K are the output",
+    )
     add("--push", metavar="REPO", help="upload the export to the repository USER/NAME of the Hugging Face Hub")
     try:
         check_arguments(sys.argv[1:])

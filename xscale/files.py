@@ -29,8 +29,8 @@ THREADS = 32
 WEB_PAGE = "is a web page instead of the file, perhaps an error page of the server. Download the file again"
 SERVER_ERROR = "has an error message of the server instead of the file's content. Download the file again"
 POINTERS = {
-    b"version https://git-lfs": "is a pointer of Git LFS, without the file's content. Run `git lfs pull` in the clone",
-    b"/annex/objects/": "is a pointer of git-annex, without the file's content. Run `git annex get` in the clone",
+    b"version https://git-lfs": "is a pointer of Git LFS instead of the file. Run `git lfs pull` in the repository",
+    b"/annex/objects/": "is a pointer of git-annex instead of the file. Run `git annex get` in the repository",
     b"<!doctype html": WEB_PAGE,
     b"<html": WEB_PAGE,
     b"<error><code>": "has an error message of an object store instead of the file's content. Download the file again",
@@ -106,7 +106,7 @@ def partial_path(path: Path) -> Path:
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} cannot be an output. Choose the name of a new file or folder")
     if path.is_symlink() and not path.is_file():
-        raise UserError(f"{path} is a symbolic link. Name its target instead: {path.resolve()}")
+        raise UserError(f"{path} is a symbolic link. Name the target of the link instead: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is a device or a pipe, not a file. Choose another output")
     return path.with_name(path.name + PARTIAL)
@@ -165,7 +165,9 @@ class Lock:
             if time.monotonic() >= deadline:
                 self.file.seek(0)
                 owner = self.file.readline().strip()
-                raise DirectoryTaken(f"another process ({owner}) trains the run in {folder}. Stop that process first")
+                raise DirectoryTaken(
+                    f"another process ({owner}) trains the run in {folder}. Stop the other process first"
+                )
             time.sleep(1)
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
@@ -182,7 +184,7 @@ class Lock:
             folder = self.path.parent
             self.problem = (
                 f"the file system of {folder} has no file locks ({error.strerror}), so xscale cannot notice if two "
-                "processes train this run. Never start a run twice there"
+                f"processes train this run. Never start two processes for a run in {folder}"
             )
         return True
 
@@ -196,8 +198,8 @@ class Lock:
         if text.count("\n") == 2 and text != self.text:
             raise DirectoryTaken(
                 f"{self.path.parent}: another process ({text.splitlines()[0]}) has taken over this folder, because "
-                "the folder was removed or its file system has no locks. This run ends and writes nothing more "
-                "there"
+                "the folder was removed or its file system has no locks. This run ends and writes nothing more to "
+                f"{self.path.parent}"
             )
 
 

@@ -101,7 +101,10 @@ def check_alone() -> None:
     """Raise UserError if a process without a launcher is in a SLURM job of several tasks, or if only one of RANK and
     WORLD_SIZE is set."""
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
-        raise UserError("only one of the environment variables RANK and WORLD_SIZE is set. Set both, or unset both")
+        raise UserError(
+            "only one of the environment variables RANK and WORLD_SIZE is set. Set both RANK and WORLD_SIZE, or "
+            "unset both"
+        )
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
     if tasks > 1:
         raise UserError(
@@ -186,8 +189,8 @@ def check_interfaces() -> None:
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in known:
             raise UserError(
-                f"GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this host. Its interfaces "
-                f"are {', '.join(known)}"
+                f"GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this host. The network "
+                f"interfaces of this host are {', '.join(known)}"
             )
 
 

@@ -56,7 +56,7 @@ FIELDS: dict[str, str] = {
     "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
     "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every helps",
     "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards at URLs",
-    "checkpoint.hook": "evaluate checkpoints in a job of its own: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json ...",
+    "checkpoint.hook": "evaluate checkpoints in another job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json ...",
 }
 """Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""
 

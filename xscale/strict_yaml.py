@@ -30,7 +30,7 @@ class StrictLoader(yaml.SafeLoader):
             self.aliases += 1
             if self.aliases > MOST_ALIASES:
                 raise yaml.YAMLError(
-                    f"the file has more than {MOST_ALIASES} aliases (`*name`). Replace them by their values"
+                    f"the file has more than {MOST_ALIASES} aliases (`*name`). Replace aliases by their values"
                 )
         return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 

@@ -155,8 +155,8 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
             print(f"--data is not set, so xscale generates the demo corpus in {DEMO}", flush=True)
             if subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)]).returncode:
                 raise UserError(
-                    f"the demo corpus in {DEMO} could not be generated; the error above has the reason. Correct "
-                    "it, or name folders of shards by --data"
+                    f"the demo corpus in {DEMO} could not be generated; the error above has the reason. Remove the "
+                    "cause, or name folders of shards by --data"
                 )
 
 

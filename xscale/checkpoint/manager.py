@@ -81,7 +81,9 @@ class CheckpointManager:
         problem = self._publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
-            text = f"the checkpoint of step {step} could not be saved ({problem}). The next start will {then}"
+            text = (
+                f"the checkpoint of step {step} could not be saved ({problem}). The next start of the run will {then}"
+            )
             raise OSError(errno.EIO, text, str(self.folder))
         if problem:
             if self.host_group.is_main:

@@ -93,7 +93,9 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     host_group = HostGroup()
     problem = store.find_damage(path, host_group)
     if problem:
-        raise UserError(f"checkpoint {path} is damaged ({problem}). Restore it from a copy, or name another checkpoint")
+        raise UserError(
+            f"checkpoint {path} is damaged ({problem}). Restore the checkpoint from a copy, or name another checkpoint"
+        )
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))

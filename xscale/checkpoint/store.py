@@ -139,7 +139,7 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
         return f"does not have the SHA-256 that {MANIFEST} lists"
     foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"has {', '.join(foreign)}; xscale never writes such content, and it may run code when it is loaded"
+        return f"has {', '.join(foreign)}; xscale never writes such content, which may run code when the file is loaded"
     return None
 
 
@@ -157,14 +157,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError("its content does not have the SHA-256 that it lists")
+            raise ValueError("the content of the manifest does not have the SHA-256 in the manifest")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
-                raise ValueError(f"its key {key} is missing or has a wrong type")
+                raise ValueError(f"the key {key} is missing or has a wrong type")
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
-            raise ValueError(f"its key state is not of step {checkpoint.step}")
+            raise ValueError(f"the key state is not of step {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint, because its {MANIFEST} is missing or damaged ({error})") from None
     return checkpoint

@@ -269,8 +269,8 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
         available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
         raise UserError(
             f"streams.{stream.name} needs a dictionary of its languages ({', '.join(languages or ['all'])}), but "
-            f"no dictionary of the run (files: {available}) has entries for them. Set "
-            "data.lexicons=[PATH/en-de.txt], or put the file into the folder lexicon/ beside the shards"
+            f"no dictionary of the run (files: {available}) has entries in these languages. Set "
+            "data.lexicons=[PATH/en-de.txt], or put a dictionary into the folder lexicon/ beside the shards"
         )
     return replace(stream, lexicons=without)
 
@@ -332,7 +332,7 @@ def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: 
     trained = Tokenizer(initial.directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer in {initial.directory}, and the tokenizer of this "
-            f"run differs. Set model.tokenizer={initial.directory}, or add tokens to the model's vocabulary "
+            f"model.init {init} was trained with the tokenizer in {initial.directory}, and this run has another "
+            f"tokenizer. Set model.tokenizer={initial.directory}, or add tokens to the model's vocabulary "
             "(docs/how-to/add-language.md)"
         )

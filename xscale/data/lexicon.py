@@ -166,7 +166,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     if not words:
         raise UserError(
             f"{path}: every entry of the dictionary has tokens that the tokenizer does not know. Use a tokenizer "
-            "for these languages, or move the dictionary to another folder"
+            "for the languages of the dictionary, or move the dictionary to another folder"
         )
     content = "\n".join(map("\t".join, file_entries))
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -192,7 +192,7 @@ def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int
             if max(ids[word]) >= len(tokenizer.hf):
                 raise UserError(
                     f"{path}: the token id {word!r} is too large for the tokenizer, which has "
-                    f"{len(tokenizer.hf):,} tokens. Use a dictionary with ids of this tokenizer"
+                    f"{len(tokenizer.hf):,} tokens. Use a dictionary whose ids are those of the tokenizer"
                 )
         else:
             texts.append(word)
@@ -248,13 +248,14 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
             continue
         if len(columns) != 2 or not all(columns):
             raise UserError(
-                f"{path}: line {number}: {line!r} is not a dictionary entry. Write two words with a space or tab "
-                "between them"
+                f"{path}: line {number}: {line!r} is not a dictionary entry. Write a word and its translation with "
+                "a space or tab between the two words"
             )
         entries[columns[0], columns[1]] = None
     if not entries:
         raise UserError(
-            f"{path} has no dictionary entry. Write one entry per line: two words with a space or tab between them"
+            f"{path} has no dictionary entry. Write one entry per line: a word and its translation, with a space "
+            "or tab between the two words"
         )
     return list(entries)
 

@@ -143,8 +143,9 @@ class Source:
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
                 f"{self.directory}: the word links were made with the word boundaries {self.segmentation}, and "
-                f"this version of xscale knows only those of version {words.VERSION} and older. Write the shards "
-                "again from the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
+                f"this version of xscale knows only the word boundaries of version {words.VERSION} and older. "
+                "Write the shards again from the text: `xscale data write_shards pairs ... --align` (or `--links "
+                "FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -405,7 +406,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """Return the content of a directory's index.json, and the shards that it lists. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
-        raise UserError(f"{path} not found. Write it by `xscale data index {directory}`")
+        raise UserError(f"{path} not found. Write the index by `xscale data index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -415,10 +416,12 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
         raise UserError(
-            f"{path} is not an index of shards ({error}). Write it again by `xscale data index {directory}`"
+            f"{path} is not an index of shards ({error}). Write the index again by `xscale data index {directory}`"
         ) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}). Correct the permissions, or copy the folder again"
+        ) from None
     raise UserError(
         f"{path} has format version {version!r}, and this version of xscale reads only format version "
         f"{FORMAT_VERSION}. Write the index again by `xscale data index {directory}`"
@@ -446,7 +449,9 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: its records {records}, bytes {size} and crc {crc} must be integers")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(f"shard {name!r}: the name is not that of a tar file, or the SHA-256 is missing")
+            raise ValueError(
+                f"shard {name!r}: the name must be the name of a tar file, and the SHA-256 must be a string"
+            )
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("the name of a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
@@ -499,7 +504,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
         if source.fingerprint in seen:
             raise UserError(
                 f"--data: {source.directory} has the same records as {seen[source.fingerprint]}. Name only one of "
-                "these folders"
+                "the two folders"
             )
         seen[source.fingerprint] = source.directory
     return sources

@@ -165,22 +165,29 @@ class StreamBatch:
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     """Raise ValueError if a stream batch cannot be packed into a row. terms: the terms of the objective's loss."""
     if not isinstance(stream_batch, StreamBatch):
-        raise ValueError(f"returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
+        raise ValueError(
+            f"collate returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)"
+        )
     tokens = len(stream_batch.sequences.ids)
     total = int(stream_batch.sequences.lengths.sum())
     if total != tokens:
-        raise ValueError(f"the lengths of its sequences add up to {total}, but it has {tokens} ids")
+        raise ValueError(f"the sequences that collate returned have lengths of {total} in all, but {tokens} ids")
     for name, (offsets, columns) in stream_batch.states.items():
         if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
             raise ValueError(
-                f"states[{name!r}] has columns from {columns.min()} to {columns.max()}, but there are {tokens} tokens"
+                f"the states[{name!r}] that collate returned have columns from {columns.min()} to {columns.max()}, "
+                f"but the sequences have only {tokens} tokens"
             )
         if offsets[-1] != len(columns):
-            raise ValueError(f"states[{name!r}] has offsets up to {offsets[-1]}, but {len(columns)} columns")
+            raise ValueError(
+                f"the states[{name!r}] that collate returned have offsets up to {offsets[-1]}, but {len(columns)} "
+                "columns"
+            )
     unknown = stream_batch.labels.keys() - terms
     if unknown:
         raise ValueError(
-            f"labels has {', '.join(sorted(unknown))}; the terms of the loss are {', '.join(sorted(terms))}"
+            f"the labels that collate returned have the terms {', '.join(sorted(unknown))}, but the terms of the "
+            f"loss are {', '.join(sorted(terms))}"
         )
 
 

@@ -85,7 +85,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
     except EOFError as error:
         raise UserError(
             f"{path} cannot be decompressed after line {lines} ({error}). If the file is incomplete, copy it "
-            f"again. If it is not compressed, remove {path.suffix} from its name"
+            f"again. If the file is not compressed, remove {path.suffix} from the file name"
         ) from None
     except OSError as error:
         raise UserError(
@@ -125,7 +125,7 @@ def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
             decoder = None
         ignored = padding
     if decoder:
-        raise EOFError("the file ends before its compressed data end")
+        raise EOFError("the compressed data are cut off")
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -53,12 +53,13 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     if missing:
         raise UserError(
             f"tokenizer {path} has no special token {', '.join(missing)}, which a masked language model needs. Add "
-            "it to the special tokens of the tokenizer, or train a tokenizer by `xscale data tokenizer`"
+            f"{', '.join(missing)} to the special tokens of the tokenizer, or train a tokenizer by `xscale data "
+            "tokenizer`"
         )
     if len(same) > 1:
         raise UserError(
             f"tokenizer {path} uses the same token {mask!r} for {' and '.join(same)}. A masked language model "
-            "needs a separate mask token: add one to the special tokens of the tokenizer"
+            "needs a separate mask token: add a mask token to the special tokens of the tokenizer"
         )
 
 
@@ -141,8 +142,8 @@ class Tokenizer:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(
-                f"tokenizer {path} is a slow tokenizer of transformers, and xscale needs a fast one. Convert it to "
-                "a tokenizer.json"
+                f"tokenizer {path} is a slow tokenizer of transformers, and xscale needs a fast one. Convert the "
+                "tokenizer to a tokenizer.json"
             )
         self.hf = tokenizer
         check_special(path, special, tokenizer.mask_token)
@@ -169,7 +170,7 @@ class Tokenizer:
         except BaseException as error:  # the Rust code may panic, which is no Exception
             raise UserError(
                 f"tokenizer {path} cannot encode unknown letters, or cannot encode two sentences as a pair "
-                f"({error}). Correct unk_token or post_processor in its tokenizer.json"
+                f"({error}). Correct unk_token or post_processor in tokenizer.json"
             ) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""

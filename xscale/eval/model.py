@@ -30,10 +30,13 @@ class ExportedModel:
     def __init__(self, path: Path):
         if is_run(path):
             raise UserError(
-                f"--model {path} is a run of xscale. Export its checkpoint first by `xscale export {path} HF_DIR`"
+                f"--model {path} is a run of xscale. Export a checkpoint of the run first by `xscale export {path} "
+                "HF_DIR`"
             )
         if not path.exists():
-            raise UserError(f"--model {path} does not exist. `xscale export RUN_DIR {path}` writes it")
+            raise UserError(
+                f"--model {path} does not exist. `xscale export RUN_DIR {path}` writes the directory {path}"
+            )
         lm, has_head = read_pretrained("--model", path)
         self.path = path
         self.pooling = read_pooling(path) or "mean"
@@ -46,13 +49,14 @@ class ExportedModel:
         self.tokenizer = Tokenizer(path)
         if not len(self.tokenizer.ordinary_ids):  # without files, transformers makes a tokenizer without words
             raise UserError(
-                f"--model {path} has no tokenizer. Save the tokenizer of the model there by "
+                f"--model {path} has no tokenizer. Save the tokenizer of the model by "
                 f"`tokenizer.save_pretrained({str(path)!r})`"
             )
         if self.tokenizer.vocab_size > lm.config.vocab_size:
             raise UserError(
                 f"--model {path}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, but the model has only "
-                f"{lm.config.vocab_size:,} embeddings. Save the tokenizer there that the model was trained with"
+                f"{lm.config.vocab_size:,} embeddings. Save the tokenizer with which the model was trained in "
+                f"{path}"
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""

@@ -208,8 +208,8 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
     if not 0 < len(sides[0]) == len(sides[1]):
         raise UserError(
             f"{first} has {len(sides[0]):,} lines, and {second} has {len(sides[1]):,} lines; line n of one file "
-            "must be the translation of line n of the other. Correct one of the files, or move it to another "
-            "folder"
+            "must be the translation of line n of the other. Correct one of the two files, or move the wrong file "
+            "to another folder"
         )
     return list(zip(*sides, strict=True))
 

@@ -43,10 +43,10 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
     that are exported; None: all.
     """
     if pooling:
-        return SentenceVectors(pooling, "from --pooling")
+        return SentenceVectors(pooling, "the pooling of --pooling")
     for name, stream in recipe["streams"].items():
         if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
-            return SentenceVectors(stream["pooling"], f"from streams.{name}, which was trained with it")
+            return SentenceVectors(stream["pooling"], f"the pooling with which streams.{name} was trained")
     init = recipe["model"]["init"]
     if init is None:
         return SentenceVectors("mean", "the default, because no stream trained sentence vectors")

@@ -102,8 +102,8 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"{field} {init} has no weights for {len(absent)} parameters of the encoder, such as {absent[0]}: its "
-            "config.json and its weights belong to different models. Save or download the model again"
+            f"{field} {init} has no weights for {len(absent)} parameters of the encoder, such as {absent[0]}: "
+            "config.json and the weights belong to different models. Save or download the model again"
         )
     xscale_field(lm.config, f"{field} {init}")
     fill_neutral_row(lm)

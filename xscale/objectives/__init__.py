@@ -30,13 +30,14 @@ def import_objective(name: str) -> Objective:
     except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(
             f"{name} cannot be imported ({type(error).__name__}: {error}). Write MODULE:NAME, such as "
-            "mypackage.ranking:OBJECTIVE. Install the package, or add its folder to PYTHONPATH"
+            "mypackage.ranking:OBJECTIVE. Install the package of MODULE, or add the folder of the package to "
+            "PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
     if not isinstance(objective, Objective) or not is_dataclass(objective.options):
         raise UserError(
             f"{name} is not an instance of Objective (xscale/objectives/base.py) with a dataclass as `options`. "
-            "Write MODULE:NAME, the name of such an instance"
+            "Write MODULE:NAME, where NAME is an instance of Objective"
         )
     if objective.record_kind not in ("mono", "pair"):
         raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')

@@ -93,7 +93,9 @@ class PpaOptions:
     @model_validator(mode="after")
     def check_combination(self) -> Self:
         if not self.moco_weight and not self.tlm_weight:
-            raise ValueError("moco_weight and tlm_weight are both 0. Set one of them to a positive number")
+            raise ValueError(
+                "moco_weight and tlm_weight are both 0. Set moco_weight or tlm_weight to a positive number"
+            )
         if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:
             raise ValueError(
                 f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}. Set momentum_ramp to "
@@ -132,14 +134,15 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     if steps < 3 * follows:
         lines.append(
             f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about "
-            f"{follows:,.0f} steps, so in a run of {steps:,} steps they stay near the initial weights. Train for "
-            f"{3 * follows:,.0f} steps or more, or lower momentum. Below 0.95, the encoder may learn to tell old "
-            "keys from new keys instead of the meaning of sentences"
+            f"{follows:,.0f} steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. "
+            f"Train for {3 * follows:,.0f} steps or more, or lower momentum. Below 0.95, the encoder may learn to "
+            "tell old keys from new keys instead of the meaning of sentences"
         )
     if options.queue_size > records:
         lines.append(
             f"queue_size: {options.queue_size:,} is more than the {records:,} pairs of the stream, so the queue "
-            "has some sentences several times. This does no harm, and a smaller queue_size is as good"
+            "has some sentences several times. A queue with repeated sentences does no harm, and a smaller "
+            "queue_size is as good"
         )
     return lines
 

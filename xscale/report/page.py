@@ -17,8 +17,8 @@ PAIRED = (
     "Brackets are 95 % intervals. The columns `− first` have the difference from the first model, with the "
     "interval and the p value of a paired bootstrap, which resamples all models with the same sentences. `not in "
     "file`: the model was not evaluated with the same --task, --data, --pooling and --layer, or does not have the "
-    "layer. `no interval`: the score is not a mean over sentences, such as `alignment`. A dash: one of the two "
-    "models does not have the score, or neither high nor low numbers are better."
+    "layer. `no interval`: the score is not a mean over sentences, such as `alignment`. A dash: the score of a "
+    "model is missing, or neither high nor low numbers are better."
 )
 
 

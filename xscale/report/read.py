@@ -168,6 +168,6 @@ def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> A
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = str(error).splitlines()[0]
         raise UserError(
-            f"{path} is not valid {path.suffix[1:].upper()} ({line}). Write the file again, or remove it from the "
-            "command"
+            f"{path} is not valid {path.suffix[1:].upper()} ({line}). Write {path} again, or remove {path} from "
+            "the command"
         ) from None

@@ -62,13 +62,13 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
         raise DirectoryTaken(
             f"--out {out} already has a run, and --resume never starts only new runs. Write --resume auto to "
-            "continue that run, or choose another --out"
+            f"continue the run in {out}, or choose another --out"
         )
     if saved and (differences := identity_differences(saved, identity)):
         raise DirectoryTaken(
-            f"--out {out} has a run with other settings. To continue that run, start with its settings. To start a "
-            f"new run, choose another --out; with --set model.init={out}, the new run starts from the weights of "
-            "the old one. These settings differ:\n" + indent_lines(differences)
+            f"--out {out} has a run with other settings. To continue the run in {out}, start with the settings of "
+            f"that run. To start a new run, choose another --out; with --set model.init={out}, the new run starts "
+            f"from the weights of the run in {out}. These settings differ:\n" + indent_lines(differences)
         )
 
 
@@ -186,8 +186,9 @@ CAUSES = (
     (
         ("killed by signal: Killed", "killed by signal: Bus error"),
         MACHINE,
-        "the memory of the machine may have run out ({}); `dmesg` or the accounting of the job can confirm this. "
-        "Ask for more memory or lower data.workers, then start again: the run continues",
+        "the memory of the machine may have run out ({}); `dmesg` or the accounting of the job may show whether "
+        "the memory ran out. Ask for more memory or lower data.workers, then start the run again: the run "
+        "continues",
     ),
     (
         (
@@ -195,7 +196,8 @@ CAUSES = (
             "another rank of this node",
         ),
         MACHINE,
-        LOST_RANK + " ({}); status.json or the log of that rank has the reason. Start again: the run continues",
+        LOST_RANK
+        + " ({}); status.json or the log of the other rank has the reason. Start the run again: the run continues",
     ),
     (
         ("DistNetworkError",),
@@ -219,7 +221,8 @@ def exit_code_and_message(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
         return (
             MACHINE,
-            f"{error.filename or 'a file'}: {error.strerror}. Correct this, then start again: the run continues",
+            f"{error.filename or 'a file'}: {error.strerror}. Remove the cause of the error, then start the run "
+            "again: the run continues",
         )
     for cause in (error, error.__cause__, error.__context__):
         text = f"{type(cause).__name__}: {cause}"

@@ -93,8 +93,8 @@ class Trainer:
             if step is None:
                 self.save(must_succeed=True)
                 LOG.info(
-                    f"the run has stopped after step {self.done} ({self.context.stop.why}). Start the same command "
-                    "again to continue"
+                    f"the run has stopped after step {self.done} (reason: {self.context.stop.why}). Start the same "
+                    "command again to continue the run"
                 )
                 return STOPPED
             check_targets(step.counts, number, self.recipe.at(self.done))

@@ -317,9 +317,9 @@ class RunMetrics:
         bad = number - self.skipped_in_a_row if self.fp16 else number
         raise NotFinite(
             f"step {number}: {what} is not finite. In {self.manager.folder}, {good}. {path} lists the records of "
-            f"step {number}. Continue from this checkpoint and skip the step (--resume CHECKPOINT --set "
-            f"train.skip_steps=[{bad}]), or begin a new run there with a lower train.lr or a lower weight of the "
-            "stream (--fork RUN@STEP, and another --out)"
+            f"step {number}. Continue from the newest checkpoint before the failure and skip the step (--resume "
+            f"CHECKPOINT --set train.skip_steps=[{bad}]), or begin a new run at this checkpoint with a lower "
+            "train.lr or a lower weight of the stream (--fork RUN@STEP, and another --out)"
         ) from None
 
     def sync(self) -> None:

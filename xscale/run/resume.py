@@ -74,10 +74,10 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     if checkpoint := find_own_checkpoint(args.out, args.resume, host_group):
         if differences := folder.identity_differences(checkpoint.identity, identity):
             raise UserError(
-                f"checkpoint {checkpoint.path} belongs to a run with other settings. To continue that run, start "
-                "with its settings. To start a new run from its weights, replace --resume by --set "
-                f"model.init={checkpoint.path}, and choose another --out. These settings differ:\n"
-                + indent_lines(differences)
+                f"checkpoint {checkpoint.path} belongs to a run with other settings. To continue the run of the "
+                "checkpoint, start with the settings of that run. To start a new run from the weights of the "
+                f"checkpoint, replace --resume by --set model.init={checkpoint.path}, and choose another --out. "
+                "These settings differ:\n" + indent_lines(differences)
             )
         if args.fork and not began_at_checkpoint(args.out, args.fork):
             raise UserError(
@@ -89,8 +89,8 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change the fields below. Use the values of the forked run, or start a "
-                f"new run from its weights alone by --set model.init={checkpoint.path} instead of --fork:\n"
-                + indent_lines(differences)
+                f"new run from the weights of the forked run by --set model.init={checkpoint.path} instead of "
+                "--fork:\n" + indent_lines(differences)
             )
     return checkpoint
 
@@ -105,7 +105,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
     if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
         return checkpoint
     if resume != "auto":
-        raise UserError(f"--resume {resume} has no complete checkpoint. Name a checkpoint, or a run that has one")
+        raise UserError(f"--resume {resume} has no complete checkpoint. Name a checkpoint, or a run with a checkpoint")
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
@@ -129,8 +129,9 @@ def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     if changed:
         raise UserError(
             f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
-            "the run, use the ds_config of its first start. To start a new run from its weights, write --set "
-            f"model.init={checkpoint.path} and another --out. These settings differ:\n" + indent_lines(changed)
+            "the run, use the ds_config with which the run was first started. To start a new run from the weights "
+            f"of the checkpoint, write --set model.init={checkpoint.path} and another --out. These settings "
+            "differ:\n" + indent_lines(changed)
         )
 
 
@@ -252,10 +253,7 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
             position_of = {}
             sources_at_start.pop(stream.name, None)
         positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
-    LOG.info(
-        f"the data differ from those of {checkpoint.path}. Training reads new folders of shards from their first "
-        "epoch on"
-    )
+    LOG.info(f"the data differ from those of {checkpoint.path}. New folders of shards begin with their first epoch")
     return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 

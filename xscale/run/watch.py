@@ -79,7 +79,7 @@ class StopRequest:
         elif self.has_stepped and time.monotonic() >= self.deadline:
             self.reason = "time limit"
         elif not all(map(_is_alive, self.launchers)):
-            self.reason = "its launcher is gone"
+            self.reason = "the launcher of the run has ended"
         return bool(self.reason)
 
 
@@ -239,8 +239,8 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         LOG.error(
-            f"rank {self.process.rank}: {why}. The stack traces of this rank are in {self.stacks}. Start again: "
-            "the run continues"
+            f"rank {self.process.rank}: {why}. The stack traces of this rank are in {self.stacks}. Start the run "
+            "again: the run continues"
         )
         self.write_end(STUCK, why)
         threading.Event().wait()

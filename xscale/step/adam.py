@@ -38,7 +38,10 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            LOG.info(f"loading DeepSpeed's Adam from {directory}; if it is not there yet, compiling it takes minutes")
+            LOG.info(
+                f"loading DeepSpeed's Adam from {directory}; at the first start, DeepSpeed compiles Adam, which "
+                "takes minutes"
+            )
             compile_operator(builder)
     except Exception as error:
         raise UserError(

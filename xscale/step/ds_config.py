@@ -222,7 +222,7 @@ def resolve_ds_config(
     if zero_stage(resolved) == 3 and type(group) is int and world % max(min(group, world), 1):
         raise UserError(
             f"--ds_config {path}: zero_optimization.zero_hpz_partition_size is {group}, which does not divide the "
-            f"{world} ranks evenly. Set it to the number of ranks on one machine"
+            f"{world} ranks evenly. Set zero_hpz_partition_size to the number of ranks on one machine"
         )
     notes = list[str]()
     for name in HALF_PRECISIONS:
@@ -302,7 +302,7 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
     demanded = [name for name, value in enabled.items() if value is True]
     allowed = [name for name, value in enabled.items() if value == AUTO and hardware.supports(name)]
     if len(demanded) > 1:
-        problems.append("fp16.enabled and bf16.enabled are both true. Set one of them to false")
+        problems.append("fp16.enabled and bf16.enabled are both true. Set fp16.enabled or bf16.enabled to false")
     if wanted == AUTO:
         return [*demanded, *allowed, "fp32"][0]
     for name, value in enabled.items():

@@ -91,7 +91,7 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     UserError."""
     translations = {example.place: example for example in translated}
     if len(translations) < len(translated):
-        raise UserError(f"{translated[0].path}: two questions have the same id. Number the questions differently")
+        raise UserError(f"{translated[0].path}: two questions have the same id. Write a different id for each question")
     switched: list[LabelledExample] = []
     for original in source:
         translation = translations.get(original.place)
@@ -100,8 +100,8 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
         if translation.labels != original.labels:
             raise UserError(
                 f"{translation.path}: {translation.place} has the label {translation.labels[0]}, but in "
-                f"{original.path} it has {original.labels[0]}, so it cannot be a translation. Correct one of the "
-                "files"
+                f"{original.path} it has {original.labels[0]}, so the two texts cannot be translations. Correct "
+                "the label in one of the two files"
             )
         for first, second in ((translation, original), (original, translation)):
             languages = (first.languages[0], second.languages[1])
@@ -109,7 +109,7 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     if not switched:
         raise UserError(
             f"--code_switch: {source[0].path} and {translated[0].path} have no line number or question id in "
-            "common. Give each translation the line number or question id of its original"
+            "common. Write each translation at the line number, or with the question id, of the original"
         )
     print_once(
         f"{translated[0].path} has translations of {len(switched) // 2:,} of the {len(source):,} examples in "
