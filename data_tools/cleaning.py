@@ -209,7 +209,7 @@ def excluded_letters(paths: tuple[str, ...]) -> set[str]:
         lines = {folded_letters(line) for _, line in read_lines(Path(path))} - {""}
         if not lines:
             raise UserError(
-                f"rules.exclude: {path} has no text. Name a file of evaluation text, or remove the file from the rule"
+                f"rules.exclude: {path} has no text. Use a file of evaluation text, or remove the file from the rule"
             )
         excluded |= lines
     return excluded
@@ -281,7 +281,7 @@ def load_fasttext(path: str) -> Any:
     try:
         return fasttext.load_model(path)
     except ValueError as error:
-        raise UserError(f"rules.lid: {path} cannot be loaded ({error}). Name a fastText model") from None
+        raise UserError(f"rules.lid: {path} cannot be loaded ({error}). Use a fastText model") from None
 
 
 @cache

@@ -55,7 +55,7 @@ class Length(Strict):
     def check(self) -> Self:
         for bounds in (self.characters, self.tokens):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"{list(bounds)} must be [minimum, maximum]")
+                raise ValueError(f"the bounds {list(bounds)} must be [minimum, maximum]")
         return self
 
 
@@ -222,7 +222,7 @@ class SourceSpec(Strict):
                 "links: FILE"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError("columns and links: the same column is named twice")
+            raise ValueError("columns and links: the same column is listed twice")
         if self.linked and not self.links:
             raise ValueError("linked: this key needs a file of links. Write links: FILE")
 
@@ -330,7 +330,7 @@ def load_corpus(path: Path) -> Corpus:
     except ValueError as error:
         raise UserError(f"{path} is not YAML in UTF-8 ({error}). Correct the file") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Name a corpus.yaml") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Use a corpus.yaml") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Corpus.model_fields)}")
     return parse_corpus(tree, str(path))

@@ -200,7 +200,7 @@ def build_index(
     """
     paths = sorted(directory.glob("*.tar"))
     if not paths:
-        raise UserError(f"{directory} has no .tar files. Name a folder of tars")
+        raise UserError(f"{directory} has no .tar files. Choose a folder of tars")
     segmentations = segmentation_by_layout(directory) if check_links else None
     index_one = partial(index_tar, langs=langs, segmentations=segmentations)
     index = index_content(directory, map_tars(index_one, paths), made_by)

@@ -78,7 +78,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
         if complete == source.first:  # the rest of the file is not read, so it may be damaged
             return
     if unit is None:
-        raise UserError(f"{', '.join(source.paths)}: the source has no text. Name other files")
+        raise UserError(f"{', '.join(source.paths)}: the source has no text. Use other files")
 
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
@@ -97,7 +97,7 @@ def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
     for path in paths:
         if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
             raise UserError(
-                f"{path} is named {paths.count(path)} times. Name one file for each of the two languages, and "
+                f"{path} is listed {paths.count(path)} times. Use one file for each of the two languages, and "
                 "another file for the links"
             )
     columns = [checked_lines(path) for path in paths[:2]]
@@ -212,10 +212,10 @@ def input_files(paths: list[Path]) -> list[Path]:
         else:
             files.append(path)
     if not files:
-        raise UserError(f"{', '.join(map(str, paths))} has no files. Name files of text, or folders with files of text")
+        raise UserError(f"{', '.join(map(str, paths))} has no files. Use files of text, or folders with files of text")
     for name, times in Counter(map(os.path.abspath, files)).items():
         if times > 1:
-            raise UserError(f"{name} is named twice, so the lines would be read twice. Name the file once")
+            raise UserError(f"{name} is listed twice, so the lines would be read twice. List the file once")
     return files
 
 
@@ -261,7 +261,7 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
         _, body = next(elements)
         if tag_name(body) != "tmx":
             raise UserError(
-                f"{path} is not a TMX, because its first element is {tag_name(body)} instead of tmx. Name a TMX"
+                f"{path} is not a TMX, because its first element is {tag_name(body)} instead of tmx. Use a TMX"
             )
         for event, element in elements:
             if event == "start" and tag_name(element) == "body":
@@ -339,10 +339,10 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
-    remedy = "Name the fields of the two texts by the key `columns`"
+    remedy = "List the fields of the two texts in the key `columns`"
     if source.mono:
         names = [source.field]
-        remedy = f"Name the field of the text by the key `field` (now {source.field!r})"
+        remedy = f"Set the key `field` to the field of the text (now {source.field!r})"
     elif source.columns:
         names = list(map(str, source.columns))
     else:

@@ -215,8 +215,8 @@ def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callabl
         kept.append(char)
     if wanted and not kept:
         raise UserError(
-            f"the vocabulary is too small: its {room} free tokens have no room for the characters of the text. "
-            "Set a larger vocab_size"
+            f"vocab_size is too small, because only {room} tokens are left for the characters of the text. Set a "
+            "larger vocab_size"
         )
     if len(kept) < len(wanted):
         print(
@@ -258,7 +258,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if not args.data and not args.text:
-        raise UserError("there is no text to train on. Name folders of shards by --data, or files of text by --text")
+        raise UserError("there is no text to train on. Pass folders of shards by --data, or files of text by --text")
     check_new_folder(args.out)
     files.check_writable(args.out)
     return args
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     first = next(texts, None)
     if first is None:
         raise UserError(
-            f"{', '.join(map(str, args.data + args.text))}: the files have no text to train on. Name other files"
+            f"{', '.join(map(str, args.data + args.text))}: the files have no text to train on. Use other files"
         )
     trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase)
     with files.publish(args.out) as partial:

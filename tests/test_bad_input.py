@@ -433,7 +433,7 @@ def test_names_that_would_write_elsewhere(tmp_path: Path, refused) -> None:
         (["--out", tmp_path / "out", "--name", "../../evil"], "name: '../../evil'"),
         (["--out", tmp_path / "out", "--lang", "../x"], "'../x' may have only letters"),
         (["--out", tmp_path / "plain"], "plain exists and is not an empty folder"),
-        (["--out", tmp_path / "out", "--text", tmp_path / "text", tmp_path / "text"], "text is named twice"),
+        (["--out", tmp_path / "out", "--text", tmp_path / "text", tmp_path / "text"], "text is listed twice"),
     ):
         assert named in refused(mono("--text", tmp_path / "text", *words))
     assert files(tmp_path) == {"text", "plain"}

@@ -72,7 +72,7 @@ def test_a_pipe_that_two_options_name(tmp_path: Path, options: tuple[str, str], 
         words += [option, str(tmp_path / option)]
         if option in options:
             words[-1] = name if name == "-" else str(tmp_path / name)
-    with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is named 2 times"):
+    with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is listed 2 times"):
         write_shards.main(words)
 
 

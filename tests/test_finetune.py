@@ -180,7 +180,7 @@ def test_local_data_sets(tmp_path: Path) -> None:
         (example,) = read_examples(TASKS["xnli"], tmp_path / name, "en", None)
         assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
     datasets.DatasetDict({"test": pairs}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"splits has the splits test\. Name the folder of one split"):
+    with pytest.raises(UserError, match=r"splits has the splits test\. Use the folder of one split"):
         read_examples(TASKS["xnli"], tmp_path / "splits", "en", None)
     data.write_text(POINTER)
     with pytest.raises(UserError, match=rf"{data.name} is a pointer of Git LFS"):

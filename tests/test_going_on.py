@@ -539,10 +539,10 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
     plain = str(demo)
     tlm_stream = {"tlm": {"objective": "tlm"}}
     table: list[tuple[dict[str, Any], str | None, tuple[Any, ...], str, str]] = [
-        (tlm_stream, None, (), "mean", "the default, because no stream trained sentence vectors"),
+        (tlm_stream, None, (), "mean", "the default pooling, because no stream trained sentence vectors"),
         ({"ppa": PPA}, init, (), "cls", "with which streams.ppa was trained"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
-        ({"ppa": PPA}, None, ("mean",), "mean", "the pooling of --pooling"),
+        ({"ppa": PPA}, None, ("mean",), "mean", "chosen by --pooling"),
         (tlm_stream, init, (), "cls", f"from model.init {init}, with its modules and prompts"),
         (tlm_stream, init, (None, 1), "cls", "because they belong to its last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),

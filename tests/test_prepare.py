@@ -163,7 +163,7 @@ EVERY_READER: list[dict] = [
 @pytest.mark.parametrize(
     ("fields", "content", "named"),
     [
-        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "f is named 2 times"),
+        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "f is listed 2 times"),
         (
             {"pairs": ["en", "de"], "text": ["f", "g"]},
             b"a\tb\n" * 30,
@@ -200,12 +200,12 @@ EVERY_READER: list[dict] = [
         (
             {"mono": "en", "jsonl": "f"},
             b'{"a": "b"}\n',
-            "its fields are a. Name the field of the text by the key `field`",
+            "its fields are a. Set the key `field` to the field of the text",
         ),
         (
             {"pairs": ["en", "de"], "jsonl": "f"},
             b'{"en": "b"}\n',
-            "its fields are en. Name the fields of the two texts by the key `columns`",
+            "its fields are en. List the fields of the two texts in the key `columns`",
         ),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
@@ -242,7 +242,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["must be two different languages"]),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
-        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is named twice"]),
+        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is listed twice"]),
         (
             {"sources": [{"pairs": ["en", "de"], "tmx": "a", "columns": ["a", "b"]}]},
             ["columns: a source with `tmx` cannot"],
@@ -351,7 +351,7 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     tree = {"sources": [{"mono": "en", "text": str(tmp_path / "a")}], "rules": {"lid": str(tmp_path / "model.bin")}}
     for name in ("a", "model.bin"):
         (tmp_path / name).write_text(f"{english}\n{german}\n")
-    with pytest.raises(UserError, match=r"model\.bin.*Name a fastText model"):
+    with pytest.raises(UserError, match=r"model\.bin.*Use a fastText model"):
         run(tmp_path, tree)
     fasttext_file(tmp_path / "model.bin", {"Wetter": "deu_Latn", "the": "eng_Latn"})
     (tmp_path / "a").write_text(f"{english}\n{german}\nNo word that this model has ever seen\n")

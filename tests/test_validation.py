@@ -206,7 +206,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "(names: retrieval)" in refused(best, task(name="retrieval"))
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
-    with pytest.raises(UserError, match=r"this run trains on .*Name other shards"):
+    with pytest.raises(UserError, match=r"this run trains on .*Use other shards"):
         HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader, engine, ALONE, print)
     with pytest.raises(UserError, match=r"no stream of the recipe can read the evaluation data \(en\)"):
         HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), loader, engine, ALONE, print)

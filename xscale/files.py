@@ -104,9 +104,9 @@ def partial_path(path: Path) -> Path:
     """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
     `..`, a link to no file, or a device."""
     if path.name in ("", ".."):
-        raise UserError(f"{str(path)!r} cannot be an output. Choose the name of a new file or folder")
+        raise UserError(f"{str(path)!r} cannot be the name of an output. Choose the name of a new file or folder")
     if path.is_symlink() and not path.is_file():
-        raise UserError(f"{path} is a symbolic link. Name the target of the link instead: {path.resolve()}")
+        raise UserError(f"{path} is a symbolic link. Use the target of the link instead: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is a device or a pipe, not a file. Choose another output")
     return path.with_name(path.name + PARTIAL)

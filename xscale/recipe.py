@@ -436,7 +436,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
         raise UserError(f"{path} is not YAML ({error}). Correct the file") from None
     except OSError as error:
         raise UserError(
-            f"recipe {name!r} not found ({path}: {error.strerror}). Name a recipe of xscale "
+            f"recipe {name!r} not found ({path}: {error.strerror}). Use a recipe of xscale "
             f"({', '.join(shipped_recipes())}) or a file that ends in .yaml"
         ) from None
     if not isinstance(tree, dict):

@@ -109,7 +109,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.fork and args.resume != "auto":
         parser.error("remove --resume: a command with --fork begins the new run, and the same command resumes it later")
     if args.out and "://" in args.out:
-        parser.error(f"--out {args.out} is a URL. Name a folder")
+        parser.error(f"--out {args.out} is a URL. Choose a folder")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     return args
 
@@ -156,7 +156,7 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
             if subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)]).returncode:
                 raise UserError(
                     f"the demo corpus in {DEMO} could not be generated; the error above has the reason. Remove the "
-                    "cause, or name folders of shards by --data"
+                    "cause of the error, or pass folders of shards by --data"
                 )
 
 

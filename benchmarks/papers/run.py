@@ -344,7 +344,7 @@ def read_grid(name: str) -> dict[str, Any]:
     """Read a grid of this folder or a file. Raises UserError."""
     path = HERE / f"{name}.yaml" if name in GRIDS else Path(name)
     if not path.is_file():
-        raise UserError(f"--grid {name}: there is no such file. Name a YAML file, or one of {', '.join(GRIDS)}")
+        raise UserError(f"--grid {name}: there is no such file. Use a YAML file, or one of {', '.join(GRIDS)}")
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for world, spec in grid["worlds"].items():
         if "langs" in spec or isinstance(spec.get("pairs"), str):
@@ -355,7 +355,7 @@ def read_grid(name: str) -> dict[str, Any]:
             )
     for arm in filter(None, grid["arms"].values()):
         if not (RECIPES / f"{arm['recipe']}.yaml").exists():
-            raise UserError(f"{path}: recipe {arm['recipe']} does not exist. Name a recipe in {RECIPES}")
+            raise UserError(f"{path}: recipe {arm['recipe']} does not exist. Use a recipe in {RECIPES}")
     return grid
 
 

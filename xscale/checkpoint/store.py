@@ -82,7 +82,7 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(
-            f"{path} is neither a run with a complete checkpoint nor a checkpoint (it has no {MANIFEST}). Name a "
+            f"{path} is neither a run with a complete checkpoint nor a checkpoint (it has no {MANIFEST}). Use a "
             "run or a checkpoint"
         )
     return steps[-1]
@@ -164,7 +164,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise ValueError(f"the key {key} is missing or has a wrong type")
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
-            raise ValueError(f"the key state is not of step {checkpoint.step}")
+            raise ValueError(f"the key `state` belongs to another step than {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint, because its {MANIFEST} is missing or damaged ({error})") from None
     return checkpoint

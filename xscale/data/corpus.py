@@ -300,7 +300,7 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
     if init and not Path(init).exists():
         if not may_exist(init):
             raise UserError(
-                f"model.init {init} does not exist. Name a run, a Hugging Face directory or a model on the Hugging "
+                f"model.init {init} does not exist. Use a run, a Hugging Face directory or a model on the Hugging "
                 "Face Hub. To resume a run whose model.init was removed, copy the folder hf of one of the run's "
                 f"checkpoints to {init}"
             )

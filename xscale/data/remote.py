@@ -70,13 +70,13 @@ class Remote:
 
         def check_received(_: int | None, received: int) -> None:
             if received > size:
-                raise ValueError(f"the server sends more than {size:,} bytes")
+                raise ValueError(f"the server sends more than {size:,} bytes, the size of the file in index.json")
 
         def copy(file_system: Any, remote_path: str) -> None:
             with files.publish(path) as partial:
                 file_system.get_file(remote_path, str(partial), callback=Callback(hooks={"size": check_received}))
                 if partial.stat().st_size != size or not is_whole(partial):
-                    raise ValueError("the size or checksum differs from index.json")
+                    raise ValueError("the size or checksum of the file differs from index.json")
 
         if not is_cached():
             with locked(self.folder / f"{name}.lock"):
@@ -91,7 +91,7 @@ def open_remote(url: str, cache: Path) -> Remote:
         index = try_repeatedly(f"{url}/index.json", lambda file_system, path: file_system.cat_file(path))
     except FileNotFoundError:
         raise UserError(
-            f"--data {redact(url)}: there is no index.json at this URL. Name the URL of each folder of shards, and "
+            f"--data {redact(url)}: there is no index.json at this URL. Write the URL of each folder of shards, and "
             "copy each folder to the server with all its files"
         ) from None
     remote = Remote(url, cache / f"{url.rpartition('/')[2]}-{hashlib.sha256(index).hexdigest()[:16]}")

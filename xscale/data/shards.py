@@ -503,7 +503,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
     for source in sources:
         if source.fingerprint in seen:
             raise UserError(
-                f"--data: {source.directory} has the same records as {seen[source.fingerprint]}. Name only one of "
+                f"--data: {source.directory} has the same records as {seen[source.fingerprint]}. Use only one of "
                 "the two folders"
             )
         seen[source.fingerprint] = source.directory
@@ -525,7 +525,7 @@ def check_folders_without_index(directory: Path, with_index: list[Path]) -> None
         if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
                 f"{path} has shards, but no index.json. Copy the folder again, or write its index by `xscale data "
-                f"index {path}`. To train without this folder, name only the other folders after --data"
+                f"index {path}`. To train without this folder, pass only the other folders to --data"
             )
 
 

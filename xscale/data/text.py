@@ -34,7 +34,7 @@ _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 when links are converted."""
 _TABLES = "For tables, use `xscale data prepare` with `parquet:`, `datasets:` or `jsonl:` in corpus.yaml"
 _REMEDY = (
-    "Name a file with lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t "
+    "Use a file with lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t "
     f"UTF-8` converts text to UTF-8. {_TABLES}"
 )
 
@@ -70,7 +70,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
             packed = path.suffix in _DECODERS
             size = _PACKED_BLOCK if packed else _BLOCK
             head = file.read(size)
-            problem = pointer_in(head) if head else "is empty. Name a file with text"
+            problem = pointer_in(head) if head else "is empty. Use a file with text"
             if problem:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
@@ -89,7 +89,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read after line {lines} ({error.strerror or error}). Name a file with lines of "
+            f"{path} cannot be read after line {lines} ({error.strerror or error}). Use a file with lines of "
             f"text. {_TABLES}"
         ) from None
 

@@ -78,7 +78,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     trained = {source.fingerprint for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
-            raise UserError(f"this run trains on {source.directory}. Name other shards for the evaluation")
+            raise UserError(f"this run trains on {source.directory}. Use other shards for the evaluation")
         new = sorted(set(source.langs) - set(corpus.languages))
         if new:
             raise UserError(
@@ -90,7 +90,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
         sources = [source for source in sources if source.kind == "pair"]
         if not sources:
             raise UserError(
-                f"{', '.join(task.data)} has no sentence pairs, which task retrieval needs. Name shards of pairs"
+                f"{', '.join(task.data)} has no sentence pairs, which task retrieval needs. Use shards of pairs"
             )
     return sources
 
@@ -118,7 +118,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> li
     if not streams:
         raise UserError(
             "no stream of the recipe can read the evaluation data "
-            f"({', '.join(source.pair for source in sources)}). Name other data, or remove the task"
+            f"({', '.join(source.pair for source in sources)}). Use other data, or remove the task"
         )
     return streams
 

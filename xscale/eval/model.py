@@ -98,7 +98,7 @@ def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
 def check_output_file(path: Path) -> None:
     """Raise UserError if `path`, the value of --out, cannot be written as a file."""
     if path.is_dir():
-        raise UserError(f"--out {path} is a directory. Name a file, such as {path / 'scores.json'}")
+        raise UserError(f"--out {path} is a directory. Choose a file, such as {path / 'scores.json'}")
     files.check_writable(path)
 
 

@@ -174,7 +174,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
                     rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
     if args.texts and not rows and not args.data:
         raise UserError(
-            f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Name folders with one file per "
+            f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Use folders with one file per "
             "language, in which line n is the same sentence, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     if args.data or not rows:

@@ -43,13 +43,13 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
     that are exported; None: all.
     """
     if pooling:
-        return SentenceVectors(pooling, "the pooling of --pooling")
+        return SentenceVectors(pooling, "chosen by --pooling")
     for name, stream in recipe["streams"].items():
         if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
             return SentenceVectors(stream["pooling"], f"the pooling with which streams.{name} was trained")
     init = recipe["model"]["init"]
     if init is None:
-        return SentenceVectors("mean", "the default, because no stream trained sentence vectors")
+        return SentenceVectors("mean", "the default pooling, because no stream trained sentence vectors")
     if checkpoints.is_run(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_vectors(run.identity["recipe"], layers=layers)
@@ -64,12 +64,13 @@ def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
             folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
         except Exception as error:  # of the hub, or of its HTTP library
             return SentenceVectors(
-                "mean", f"the default, because model.init {init} cannot be read ({type(error).__name__})"
+                "mean", f"the default pooling, because model.init {init} cannot be read ({type(error).__name__})"
             )
     pooling = read_pooling(folder)
     if pooling is None:
         return SentenceVectors(
-            "mean", f"the default, because no stream trained sentence vectors and model.init {init} has no {MODULES}"
+            "mean",
+            f"the default pooling, because no stream trained sentence vectors and model.init {init} has no {MODULES}",
         )
     if layers is not None:
         return SentenceVectors(

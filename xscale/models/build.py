@@ -79,7 +79,7 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
     """
     if not may_exist(init):
         raise UserError(
-            f"{field} {init} does not exist. Name a Hugging Face directory, a run of xscale or a model on the "
+            f"{field} {init} does not exist. Use a Hugging Face directory, a run of xscale or a model on the "
             "Hugging Face Hub"
         )
     try:
@@ -95,7 +95,7 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
             raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
         raise UserError(
             f"{field} {init} cannot be loaded from {Path.cwd() / init} or from the Hugging Face Hub "
-            f"({' '.join(str(error).split())[:300]}). Name a Hugging Face directory with weights or a run of "
+            f"({' '.join(str(error).split())[:300]}). Use a Hugging Face directory with weights or a run of "
             "xscale, or a model on the hub if this machine can connect to the hub"
         ) from None
     body = f"{lm.base_model_prefix}."

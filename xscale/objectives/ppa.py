@@ -135,8 +135,8 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
         lines.append(
             f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about "
             f"{follows:,.0f} steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. "
-            f"Train for {3 * follows:,.0f} steps or more, or lower momentum. Below 0.95, the encoder may learn to "
-            "tell old keys from new keys instead of the meaning of sentences"
+            f"Train for {3 * follows:,.0f} steps or more, or set a smaller momentum. Below 0.95, the encoder may "
+            "learn to tell old keys from new keys instead of the meaning of sentences"
         )
     if options.queue_size > records:
         lines.append(

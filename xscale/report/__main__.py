@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 def write_report(paths: list[Path], out: Path) -> None:
     """Write the page of runs (folders) and result files. Raises UserError."""
     if out.is_dir():
-        raise UserError(f"--out {out} is a directory. Name a file, such as {out / 'report.html'}")
+        raise UserError(f"--out {out} is a directory. Choose a file, such as {out / 'report.html'}")
     files.check_writable(out)
     try:
         from xscale.report.page import render_page

@@ -82,7 +82,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
             if curve.isna().all():
                 continue
             if key.name == "alignment":
-                title = "Share of dictionary words whose nearest word is a translation"
+                title = "Share of dictionary words whose nearest neighbour among the embeddings is a translation"
                 sections["Scores"].charts[title][key.stream + suffix] = curve
             elif key.name == "loss":
                 section = sections["Languages" if key.language else "Losses"]

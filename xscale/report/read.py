@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
     """Return the content of a run's folder. Raises UserError for a folder without a run, and for a damaged file."""
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
         raise UserError(
-            f"{folder} is not the folder of a run, because it has no metrics.jsonl. Name folders of runs (`--out` "
+            f"{folder} is not the folder of a run, because it has no metrics.jsonl. Use folders of runs (`--out` "
             "of `xscale train`), or result files"
         )
     metrics: dict[str, dict[int, float]] = {}
@@ -145,7 +145,7 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{path} is not a result file (at {place}: {first['msg']}). Name files that `xscale eval --out` or "
+            f"{path} is not a result file (at {place}: {first['msg']}). Use files that `xscale eval --out` or "
             "`xscale finetune --out` has written"
         ) from None
 
@@ -162,7 +162,7 @@ def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> A
         if default is not None and not path.exists():
             return default
         raise UserError(
-            f"{path} cannot be read ({error.strerror}). Name folders of runs, or files that `xscale eval --out` or "
+            f"{path} cannot be read ({error.strerror}). Use folders of runs, or files that `xscale eval --out` or "
             "`xscale finetune --out` has written"
         ) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -51,7 +51,7 @@ a tokenizer, or itself a checkpoint."""
 def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError or DirectoryTaken unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file. Name a folder")
+        raise UserError(f"--out {out} is a file. Choose a folder")
     saved = read_identity(out)
     is_run = saved is not None or (out / STATUS).exists()
     if not is_run and any(next(out.glob(name), None) for name in FOREIGN):

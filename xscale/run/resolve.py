@@ -56,7 +56,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     fields_set = {assignment.partition("=")[0] for assignment in sets}
     if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
         raise UserError(
-            f"recipe {recipe_name} is for a pre-trained model, and model.init is null. Name a model by --set "
+            f"recipe {recipe_name} is for a pre-trained model, and model.init is null. Choose a model by --set "
             "model.init=DIR"
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:

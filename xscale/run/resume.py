@@ -105,7 +105,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
     if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
         return checkpoint
     if resume != "auto":
-        raise UserError(f"--resume {resume} has no complete checkpoint. Name a checkpoint, or a run with a checkpoint")
+        raise UserError(f"--resume {resume} has no complete checkpoint. Use a checkpoint, or a run with a checkpoint")
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
@@ -253,7 +253,7 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
             position_of = {}
             sources_at_start.pop(stream.name, None)
         positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
-    LOG.info(f"the data differ from those of {checkpoint.path}. New folders of shards begin with their first epoch")
+    LOG.info(f"--data differs from the data of {checkpoint.path}. New folders of shards begin with their first epoch")
     return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 

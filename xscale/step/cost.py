@@ -113,7 +113,7 @@ def memory_by_purpose(
     states["activations"] = activation_bytes(module.encoder, recipe, width, device, row)
     states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, row["predictions"])
     if stage >= 3:
-        return states | {"gradients": width * n / world, "gradients before they are reduced": width * n}
+        return states | {"gradients": width * n / world, "unreduced gradients": width * n}
     if recipe.train.measure_every:
         return states | {"gradient of a stream": (4 + width) * n}
     return states | {"gradients": width * n}

@@ -39,7 +39,7 @@ KEYS = {
 """Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
 UNSUPPORTED = {
     "parameter_alignment": "xscale aligns the weights itself. Remove the key",
-    "round_robin_gradients": "checkpoints need the weights of a parameter group in their order. Remove the key",
+    "round_robin_gradients": "xscale cannot save correct checkpoints with this key. Remove the key",
     "zenflow": "xscale updates all weights in each step. Remove the key",
 }
 """Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
@@ -133,7 +133,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
         raise UserError(
-            f"--ds_config {path} cannot be read ({error.strerror}). Name a JSON file, or a configuration of "
+            f"--ds_config {path} cannot be read ({error.strerror}). Use a JSON file, or a configuration of "
             f"xscale: {names}"
         ) from None
     except ValueError as error:
@@ -176,8 +176,8 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     kind = config.get("optimizer", {}).get("type")
     if str(kind).lower() in WHOLE_WEIGHTS and zero.get("stage"):
         problems.append(
-            f"optimizer.type: {kind} needs whole weights, and ZeRO divides each weight among the ranks. Write "
-            "AdamW, or set zero_optimization.stage to 0"
+            f"optimizer.type: {kind} needs whole weights, and ZeRO divides each weight among the ranks. Set "
+            "optimizer.type to AdamW, or set zero_optimization.stage to 0"
         )
     return problems
 

@@ -81,11 +81,11 @@ def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as a table ({reason}). Name a file of JSON Lines or Parquet, or the folder of "
+            f"{path} cannot be read as a table ({reason}). Use a file of JSON Lines or Parquet, or the folder of "
             "one split that `datasets` has written by save_to_disk"
         ) from None
     if isinstance(table, datasets.DatasetDict):
-        raise UserError(f"{path} has the splits {', '.join(table)}. Name the folder of one split: {path}/SPLIT")
+        raise UserError(f"{path} has the splits {', '.join(table)}. Use the folder of one split: {path}/SPLIT")
     for number, row in enumerate(table, start=1):
         for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
@@ -172,6 +172,6 @@ def column_value(row: Columns, name: str, kind: type) -> Any:
     if name not in row or not isinstance(value, kind):
         raise UserError(
             f"the column {name} has the value {value!r}, and a value of type {kind.__name__} is needed. The "
-            f"columns are {', '.join(row)}: rename or correct them"
+            f"columns are {', '.join(row)}: rename or correct the columns"
         )
     return value

@@ -346,6 +346,6 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         print_once(f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, because {reason}")
     if not examples:
         raise UserError(
-            f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Name another file"
+            f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Use another file"
         )
     return examples
