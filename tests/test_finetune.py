@@ -117,7 +117,12 @@ BAD = {
         '{"premise": 1, "hypothesis": "b"}\n',
         "row 1: .* premise has the value 1, and a value of type str",
     ),
-    "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b"}\n', "row 1: the column label has None"),
+    "no label": (
+        "xnli",
+        "a.jsonl",
+        '{"premise": "a", "hypothesis": "b"}\n',
+        "row 1: the column label has the value None",
+    ),
     "fewer tags": (
         "pos",
         "a.jsonl",

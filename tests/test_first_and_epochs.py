@@ -125,7 +125,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
     own = ["streams.more={objective: tlm, samples: 4, languages: [en-fr]}", "train.epochs=3"]
     assert loader_of(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
-    with pytest.raises(UserError, match=r"train.epochs counts sentence pairs, .* set train.steps"):
+    with pytest.raises(UserError, match=r"train.epochs counts sentence pairs, .* Set train.steps"):
         loader_of(texts, demo, "mlm", "train.epochs=3")
 
 
@@ -181,8 +181,8 @@ def test_a_run_of_epochs_goes_on(texts: Path, demo: Path, tmp_path: Path) -> Non
         return ["--ds_config", "ds_configs/zero2_cpu.json", *out]
 
     assert "done: 4 steps" in launch.run(1, arguments(1))
-    assert "is complete: 4 of 4 steps" in launch.run(1, arguments(1))
-    assert "step_00000004: step 4" in launch.run(1, arguments(2))
+    assert "is complete: it has done 4 of 4 steps" in launch.run(1, arguments(1))
+    assert "step_00000004, after step 4" in launch.run(1, arguments(2))
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     assert (train["steps"], train["epochs"]) == (8, 2)
     assert [entry["step"] for entry in launch.metrics(tmp_path / "run")] == list(range(1, 9))

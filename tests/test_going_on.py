@@ -543,8 +543,14 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
         ({"ppa": PPA}, init, (), "cls", "with which streams.ppa was trained"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
         ({"ppa": PPA}, None, ("mean",), "mean", "chosen by --pooling"),
-        (tlm_stream, init, (), "cls", f"from model.init {init}, with its modules and prompts"),
-        (tlm_stream, init, (None, 1), "cls", "because they belong to its last layer"),
+        (
+            tlm_stream,
+            init,
+            (),
+            "cls",
+            f"the pooling of model.init {init}, exported with the sentence-transformers modules and prompts",
+        ),
+        (tlm_stream, init, (None, 1), "cls", "because they need the last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
@@ -573,7 +579,9 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
-    reason = f"cls pooling, from model.init {init}, with its modules and prompts"
+    reason = (
+        f"cls pooling, the pooling of model.init {init}, exported with the sentence-transformers modules and prompts"
+    )
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card
     assert "| `news` | en | CC0 | mlm 1,234 |" in card and f"from {init}, with" in card

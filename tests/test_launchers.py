@@ -301,12 +301,12 @@ def allocate() -> Exception:
 @pytest.mark.parametrize(
     ("error", "code", "advice"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "lower train.max_tokens"),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"), 2, "lower train.max_tokens"),
-        (dist.DistBackendError("NCCL error in: x.cpp:1\nCuda failure 2 'out of memory'"), 2, "lower train.max_tokens"),
-        (MemoryError(), 2, "lower train.max_tokens"),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "lower train.max_tokens"),
-        (allocate(), 2, "lower train.max_tokens"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "Lower train.max_tokens"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"), 2, "Lower train.max_tokens"),
+        (dist.DistBackendError("NCCL error in: x.cpp:1\nCuda failure 2 'out of memory'"), 2, "Lower train.max_tokens"),
+        (MemoryError(), 2, "Lower train.max_tokens"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "Lower train.max_tokens"),
+        (allocate(), 2, "Lower train.max_tokens"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), 4, "another rank has ended"),
         (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), 4, "another rank has ended"),
         (dist.DistNetworkError("port 29500 of 127.0.0.1: in use"), 4, "--master_port"),

@@ -162,7 +162,7 @@ def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, d
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
     for name in ("mono_en", "mono_xx", "tokenizer"):
         (tmp_path / name).symlink_to(demo / name)
-    with pytest.raises(UserError, match=r"streams\.dict_mlm needs a dictionary .*set data\.lexicons"):
+    with pytest.raises(UserError, match=r"streams\.dict_mlm needs a dictionary .*Set data\.lexicons"):
         open_corpus(tmp_path, "dict_mlm")
 
 

@@ -624,7 +624,7 @@ def test_tars_of_others_are_read_by_webdataset(tmp_path: Path, place: str) -> No
         (("eng", "deu"), f"house {n}", f"Haus {n}") for n in range(2)
     ]
     (tmp_path / "x-1.tar").write_bytes((tmp_path / "x-1.tar").read_bytes()[:4610])  # inside of a text
-    with pytest.raises(UserError, match=r"x-.*correct the tar"):
+    with pytest.raises(UserError, match=r"x-.*Correct the tar"):
         run(tmp_path, {"sources": [turned]}, out="cut")
 
 

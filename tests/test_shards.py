@@ -242,7 +242,7 @@ def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: 
             continue
         # When the folder has moved, the open entries are the old ones: no record of the new tar fits them.
         by_record = rf"mono-00000{shard}\.tar: record 6 .* is damaged: its checksum differs"
-        by_entries = rf"mono-00000{shard}\.idx .* replaced during .* restore the old ones"
+        by_entries = rf"mono-00000{shard}\.idx .* replaced during .* restore the old shards"
         with pytest.raises(UserError, match=by_record if how == "moved" else by_entries):
             source.read(shard, 6)
     assert Source(copy).read(1, 6).texts[0] == sentences(700, seed=9)[306]

@@ -163,8 +163,7 @@ def select_sources(
         missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""
         raise UserError(
             f"streams.{stream} reads {'sentence pairs' if record_kind == 'pair' else 'monolingual text'}{missing}, "
-            f"but --data has only {available}. Add a folder that `xscale data write_shards "
-            f"{'pairs' if record_kind == 'pair' else 'mono'}` has written to --data, or change "
-            f"streams.{stream}.languages"
+            f"but --data has only {available}. Add to --data a folder that `xscale data write_shards "
+            f"{'pairs' if record_kind == 'pair' else 'mono'}` has written, or change streams.{stream}.languages"
         )
     return tuple(chosen)

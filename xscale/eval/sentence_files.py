@@ -75,20 +75,20 @@ def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
     if layers is not None:
         return SentenceVectors(
             pooling,
-            f"from model.init {init}; its other modules of sentence-transformers are left out, because they belong "
-            "to its last layer",
+            f"the pooling of model.init {init}; the other modules of model.init for sentence-transformers are left "
+            "out, because they need the last layer",
         )
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):
             return SentenceVectors(
                 pooling,
-                f"from model.init {init}; its modules of sentence-transformers are left out, because the "
-                f"package sentence-transformers does not have {module['type']}",
+                f"the pooling of model.init {init}; the modules of model.init are left out, because the package "
+                f"sentence-transformers does not have {module['type']}",
             )
     return SentenceVectors(
         pooling,
-        f"from model.init {init}, with its modules and prompts for sentence-transformers, because no stream "
-        "trained sentence vectors",
+        f"the pooling of model.init {init}, exported with the sentence-transformers modules and prompts of "
+        "model.init, because no stream trained sentence vectors",
         folder,
     )
 

@@ -341,8 +341,8 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
             for name_now in find_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
         LOG.info(
-            f"the language embeddings of {', '.join(known)} come from model.init; those of other languages start "
-            "as copies of its neutral embedding"
+            f"the language embeddings of {', '.join(known)} come from model.init; the embeddings of other "
+            "languages start as copies of the neutral embedding of model.init"
         )
     _set_type_table(lm, table)
     return names if embeddings else languages
