@@ -177,7 +177,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=float, help="keep only this share of the words of the first language, with all their entries"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of words by --share")
+    parser.add_argument("--seed", type=int, default=0, help="random seed with which --share chooses words (default: 0)")
     return parser.parse_args(argv)
 
 

@@ -260,8 +260,8 @@ class EvalConfig:
         names = self.task_names
         if len(set(names)) < len(names):
             raise ValueError(
-                f"tasks: two tasks have the same name ({', '.join(names)}). Add different suffixes, such as "
-                "heldout.one and heldout.two"
+                f"tasks: two tasks have the same name ({', '.join(names)}). Add a different suffix to each name, "
+                "as in heldout.one and heldout.two"
             )
         return self
 

@@ -82,7 +82,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ),
     )
     parser.add_argument(
-        "--fork", metavar="RUN@STEP", help="begin the run at a checkpoint of another run, the folder RUN"
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin the run at the checkpoint of step STEP of another run, whose folder is RUN",
     )
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")

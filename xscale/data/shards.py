@@ -441,7 +441,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     if index["layout"] not in LAYOUTS:
         raise ValueError(f"layout {index['layout']!r} is unknown; the layouts are {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
+        raise ValueError(f"segmentation {index['segmentation']!r} must be a JSON object")
     if type(index.get("linked", 0)) is not int:
         raise ValueError(f"linked {index['linked']!r} is not a number")
     shards = [Shard(**shard) for shard in index["shards"]]

@@ -171,23 +171,24 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     tokens = len(stream_batch.sequences.ids)
     total = int(stream_batch.sequences.lengths.sum())
     if total != tokens:
-        raise ValueError(f"the sequences that collate returned have lengths of {total} in all, but {tokens} ids")
+        raise ValueError(
+            f"collate returned sequences with {tokens} ids, but the lengths of the sequences add up to {total}"
+        )
     for name, (offsets, columns) in stream_batch.states.items():
         if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
             raise ValueError(
-                f"the states[{name!r}] that collate returned have columns from {columns.min()} to {columns.max()}, "
-                f"but the sequences have only {tokens} tokens"
+                f"collate returned states[{name!r}] with columns from {columns.min()} to {columns.max()}, but the "
+                f"sequences have only {tokens} tokens"
             )
         if offsets[-1] != len(columns):
             raise ValueError(
-                f"the states[{name!r}] that collate returned have offsets up to {offsets[-1]}, but {len(columns)} "
-                "columns"
+                f"collate returned states[{name!r}] with {len(columns)} columns, but the offsets go up to {offsets[-1]}"
             )
     unknown = stream_batch.labels.keys() - terms
     if unknown:
         raise ValueError(
-            f"the labels that collate returned have the terms {', '.join(sorted(unknown))}, but the terms of the "
-            f"loss are {', '.join(sorted(terms))}"
+            f"collate returned labels of the terms {', '.join(sorted(unknown))}, but the terms of the loss are "
+            f"{', '.join(sorted(terms))}"
         )
 
 

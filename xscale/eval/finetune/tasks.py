@@ -137,8 +137,8 @@ class Tagging(Task):
                 )
         if set(words) == {"_"}:  # as in UD's treebanks of text from LDC and Twitter
             raise LeftOut(
-                "each of their words is `_`, as in a treebank that is distributed without its text; get the text "
-                "from the authors of the treebank"
+                "every word of these sentences is `_`, as in a treebank that is distributed without text; get the "
+                "text from the authors of the treebank"
             )
         return LabelledExample(words, tags)
 
