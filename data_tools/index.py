@@ -2,7 +2,7 @@
 
     xscale data index DIR [--langs en de]
 
-Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
+Tars may have `.jsonl` members (one record per line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
 KEY.links.txt), or KEY.txt with --langs. The links of samples number the words between white space, unless an existing
 index.json names another kind of words.
 """

@@ -5,7 +5,7 @@
     xscale data lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
 
 The name of a file, such as en-de.txt, gives the languages of its columns. --out must name the languages in the same
-order. Entries keep the order of the input; induced entries begin with the most frequent. --share samples the
+order. Entries keep the order of the input; entries from word links begin with the most frequent. --share samples the
 vocabulary, as Tang et al. (2022) do: it chooses words of the first column by a hash of the word, and keeps all entries
 of each chosen word. A sample of 10 % is a part of the sample of 20 %.
 """

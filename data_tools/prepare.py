@@ -7,8 +7,8 @@ then the work is in DIR.incomplete. If the command is killed, start it again: it
 task. Except for the links of `align: true`, the output does not depend on the executor, the workers or kills.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. The variables
-SBATCH_PARTITION, SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT set what your site needs. Jobs go on if the
-command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
+SBATCH_PARTITION, SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT set the options of the jobs. If the command is
+killed, the jobs continue: cancel the jobs (`scancel`) before you remove DIR.incomplete.
 """
 
 import argparse
