@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -58,9 +57,8 @@ def test_no_other_file_uses_a_private_part() -> None:
 
 def test_no_loss_scale_is_left() -> None:
     scaler = DynamicLossScaler(init_scale=1, scale_window=1, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
-    with pytest.raises(Exception, match="scale") as caught:
+    with pytest.raises(Exception, match="loss scale already at minimum"):  # step/zero.py looks for these words
         scaler.update_scale(True)
-    assert private.is_minimum_scale_error(caught.value) and not private.is_minimum_scale_error(ValueError("another"))
 
 
 def test_the_shared_memory_operator_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,17 +111,3 @@ def test_files_and_their_types(tmp_path: Path) -> None:
 
 
 _NAMES = ("_get_zero_ckpt_name", "_get_rank_zero_ckpt_name", "_get_zero_ckpt_prefix")
-
-
-def test_the_order_of_weights_in_a_file(tmp_path: Path) -> None:
-    def engine(stage: int, *groups: list[str]) -> Any:
-        shapes = [dict.fromkeys(group, torch.Size([3])) for group in groups]
-        return SimpleNamespace(zero_optimization_stage=lambda: stage, _get_zero_param_shapes=lambda: shapes)
-
-    assert hasattr(DeepSpeedEngine, "_get_zero_param_shapes")
-    torch.save(
-        {"param_shapes": engine(2, ["a", "b"], ["c"])._get_zero_param_shapes()}, tmp_path / "mp_rank_00_model_states.pt"
-    )
-    assert private.has_weights_in_order(engine(2, ["a", "b"], ["c"]), tmp_path)
-    assert not private.has_weights_in_order(engine(2, ["b", "a"], ["c"]), tmp_path)
-    assert private.has_weights_in_order(engine(0, ["b", "a"], ["c"]), tmp_path / "none")

@@ -251,7 +251,7 @@ before = listening()
 process = ranks.read_launcher()
 ranks.join_process_group(process)
 group = ranks.HostGroup()
-assert group.sum([3]) == [3 * process.world]
+assert group.begin_sum([3])() == [3 * process.world]
 places = group.gather([process.rank, process.world, process.local_rank, process.local_world])
 if process.is_main:
     with open(__file__ + ".json", "w") as file:

@@ -192,8 +192,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     sentence; the mean cosine of two different sentences. The same in one row and in three."""
     options = ppa.PpaOptions(queue_size=23, tlm_weight=0.0, pooling="mean")
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
-    parts.auxiliary_state.momentum.momentum = 0.3  # after an update the two encoders are near each other
-    parts.auxiliary_state.momentum.update()
+    parts.auxiliary_state.momentum.update(0.3)  # the two encoders are near each other then
     pairs = [replace(pair, ids=(pair.ids[0], [*pair.ids[0], 50 + pair.number])) for pair in pairs]  # alike
     pairs[4] = replace(pairs[4], ids=pairs[1].ids[::-1])
     pairs[7] = replace(pairs[7], ids=(pairs[2].ids[0], pairs[7].ids[1]))
@@ -311,7 +310,7 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
 def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
     """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""
     encoder = build(tokenizer)
-    key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
+    key = MomentumEncoder(encoder, torch.nn.Identity())
     encoder.to(dtype)
     cast, _ = key.key_modules(dropout=True)
     assert {p.dtype for p in cast.parameters()} == {dtype}
@@ -321,7 +320,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
         for parameter in encoder.parameters():
             parameter += 0.02
     for _ in range(100):
-        key.update()
+        key.update(0.999)
     query = list(encoder.lm.base_model.parameters())
     for k, start, q in zip(key.masters.parameters(), before, query, strict=True):
         expected = q.double() + 0.999**100 * (start - q.double())

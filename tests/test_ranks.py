@@ -32,7 +32,7 @@ def meet(rank: int, found: "multiprocessing.Queue[tuple[int, list[int], bool]]")
     ranks.join_process_group(ranks.read_launcher())
     started = sockets()
     host_group = HostGroup()
-    sums = host_group.sum([rank, 1])
+    sums = host_group.begin_sum([rank, 1])()
     assert host_group.gather(rank) == [*range(RANKS)]
     found.put((sockets() - started, sums, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and started > before))
     host_group.barrier()

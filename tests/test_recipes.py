@@ -17,7 +17,7 @@ from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.recipe import RECIPES
-from xscale.step.adam import operators_directory
+from xscale.step.engine import operators_directory
 
 pytestmark = pytest.mark.slow
 

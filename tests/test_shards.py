@@ -400,7 +400,7 @@ def keep_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def keep(most: int) -> None:
         shards.file_opener().cache_clear()
-        monkeypatch.setattr(shards, "most_open_files", lambda: most)
+        monkeypatch.setattr(shards.resource, "getrlimit", lambda limit: (2 * most, 2 * most))
         monkeypatch.setattr(shards, "file_opener", cache(shards.file_opener.__wrapped__))
 
     return keep

@@ -5,6 +5,7 @@ tests/test_reference.py has both against plain PyTorch, in one row and in the ro
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from xscale.data.packed_row import Row
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_vectors
 from xscale.objectives import word_contrast
-from xscale.objectives.step_contrast import byte_columns, exchanged_vectors, from_byte_columns, step_contrast
+from xscale.objectives.step_contrast import byte_columns, from_byte_columns, step_contrast, vectors_and_text_hashes
 from xscale.step.step import run_row, shared_states, step_weights
 
 MORE_SAMPLES = {
@@ -26,6 +27,8 @@ MORE_SAMPLES = {
     "ranking": "streams.translation_ranking.samples=12",
 }
 RECIPES = list(MORE_SAMPLES)
+UNREAD: Any = None
+"""An argument that the function does not read."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -40,7 +43,8 @@ def test_samples_with_a_common_text_are_no_negatives() -> None:
     torch.manual_seed(0)
     u, v = torch.randn(2, 3, 5, dtype=torch.float64)
     texts = torch.tensor([[7, 1], [2, 7], [3, 4]])
-    found = step_contrast({"step": exchanged_vectors(u, v, texts), "own": torch.arange(3)}, "t", 0.5, 0.2).sums["t"]
+    exchanged = vectors_and_text_hashes(UNREAD, {"first": u, "second": v}, {"texts": texts}, UNREAD)
+    found = step_contrast({"step": exchanged, "own": torch.arange(3)}, "t", 0.5, 0.2).sums["t"]
     s = torch.cosine_similarity(u[:, None], v[None], dim=-1)
     expected = torch.zeros((), dtype=torch.float64)
     for i, others in enumerate(([2], [2], [0, 1])):
@@ -53,7 +57,7 @@ def test_samples_with_a_common_text_are_no_negatives() -> None:
 def test_a_step_without_links_has_no_loss() -> None:
     nothing = torch.zeros(0, 4, requires_grad=True)
     texts = torch.zeros(0, 2, dtype=torch.int64)
-    exchanged = exchanged_vectors(nothing, nothing, texts)
+    exchanged = vectors_and_text_hashes(UNREAD, {"first": nothing, "second": nothing}, {"texts": texts}, UNREAD)
     losses = step_contrast({"step": exchanged, "own": torch.arange(0)}, "words", 0.1)
     assert losses.sums["words"].item() == 0 and losses.metrics["contrastive_accuracy"][0].item() == 0
     losses.sums["words"].backward()

@@ -50,7 +50,7 @@ def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch)
     encoder = SimpleNamespace(set_dropout=lambda p: None)
     module = SimpleNamespace(set_streams=lambda recipe: None, encoder=encoder)
     engine: Any = SimpleNamespace(module=module, device="cpu")
-    train, model = SimpleNamespace(seed=7), SimpleNamespace(rope_theta=None, dropout=0.1)
+    train, model = SimpleNamespace(seed=7), SimpleNamespace(dropout=0.1)
     recipe: Any = SimpleNamespace(at=lambda step: recipe, model=model, train=train)
     row: Any = SimpleNamespace(to=lambda device: row)
     for step, rank in ((4, 0), (5, 0), (5, 1)):

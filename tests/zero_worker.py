@@ -59,7 +59,7 @@ from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from xscale import deepspeed_private as private  # noqa: E402
 from xscale import ranks  # noqa: E402
-from xscale.step.adam import load_adam  # noqa: E402
+from xscale.step.engine import load_adam  # noqa: E402
 from xscale.step.zero import one_reduction, register_weights_read_directly  # noqa: E402
 
 SUM_OVER_RANKS = private.sum_over_ranks

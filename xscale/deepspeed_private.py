@@ -221,11 +221,6 @@ def count_skipped_step(engine: Any) -> None:
     engine.skipped_steps += 1
 
 
-def is_minimum_scale_error(error: Exception) -> bool:
-    """Return whether the error says that fp16 cannot lower its loss scale any more."""
-    return "loss scale already at minimum" in str(error)
-
-
 def apply_schedule(engine: Any) -> None:
     """Set the learning rate of the next step by the current schedule. After loading a checkpoint, DeepSpeed would use
     the saved rate, which is wrong if train.steps has changed."""
@@ -317,15 +312,6 @@ def group_shapes(
     tensor. model_state, rank_file: loaded files."""
     for shapes in model_state["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
-
-
-def has_weights_in_order(engine: Any, path: Path) -> bool:
-    """Return True if a checkpoint, saved at the engine's ZeRO stage, has the weights in the engine's order, so that its
-    flat tensors can be loaded as they are."""
-    if engine.zero_optimization_stage() == 0:
-        return True
-    saved = load_state(model_state_path(path))["param_shapes"]
-    return list(map(list, saved)) == list(map(list, engine._get_zero_param_shapes()))
 
 
 def rank_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -3,20 +3,18 @@
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from xscale.data.corpus import Corpus
-from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
-from xscale.data.mixture import Plan, initial_state
-from xscale.data.planner import Failure
+from xscale.data.loader import Loader, raise_failure, worker_count
+from xscale.data.mixture import initial_state
 from xscale.errors import redact
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines
-from xscale.run.resolve import module_of_run, row_limit
+from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
 from xscale.run.resume import find_starting_checkpoint, resume_calibration
 from xscale.run.start import prepare_run
 from xscale.step import cost
@@ -40,10 +38,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     module = module_of_run(run.recipe, run.corpus)
     calibration = resume_calibration(run.recipe, run.corpus, checkpoint, HostGroup())
     loader = Loader(run.recipe, run.corpus, calibration)
-    limit = row_limit(module, run.recipe, run.config, hardware.memory, HostGroup())
-    if limit:
-        print(limit.explanation)
-        loader = replace(loader, gpu_tokens=limit.tokens)
+    loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, HostGroup(), print)
     check_stage_3(module, run.config.stage)
     print(
         redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),
@@ -85,12 +80,12 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
 def requirement_lines(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank and of a
-    checkpoint. The data of a rank's first two steps are loaded for them."""
+    """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank. The data of a
+    rank's first two steps are loaded for them."""
     mixture = loader.mixture(process, device, initial_state(loader.streams))
     dataset = loader.dataset()
     plan = mixture.next_plan()
-    first = load_rank_batch(dataset, plan, process.rank)
+    first = raise_failure(dataset[plan.parts([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} of {device} (one process each); a step has about {plan.row_tokens.sum():,.0f} "
@@ -104,7 +99,7 @@ def requirement_lines(
             f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
         )
     begin = time.perf_counter()
-    second = load_rank_batch(dataset, mixture.next_plan(), process.rank)
+    second = raise_failure(dataset[mixture.next_part()])
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
     yield (
@@ -121,12 +116,5 @@ def requirement_lines(
     )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank with ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB ({purposes})"
-    yield f"size of a checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
-
-
-def load_rank_batch(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
-    """Return a rank's batch of a planned step. Raises UserError or OSError."""
-    batch = dataset[plan.parts([rank])[0]]
-    if isinstance(batch, Failure):
-        raise batch
-    return batch
+    size = 16 * cost.parameter_count(module) + module.auxiliary_bytes()
+    yield f"size of a checkpoint: at most {size / 1e9:,.2f} GB"

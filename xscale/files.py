@@ -233,14 +233,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def nearest_existing(path: Path) -> Path:
-    """Return the path, or the nearest path above it that exists. The result may be a broken link."""
-    path = path.absolute()
-    while not os.path.lexists(path):
-        path = path.parent
-    return path
-
-
 def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
     Lines that are incomplete, or have no step, are left out."""

@@ -261,10 +261,6 @@ class HostGroup:
         self.size = dist.get_world_size() if together else 1
         self.is_main = self.rank == 0
 
-    def sum(self, numbers: list[int]) -> list[int]:
-        """Return the sum of each number over all ranks."""
-        return self.begin_sum(numbers)()
-
     def begin_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Begin a sum of the numbers over all ranks. Returns a function that waits for the sums and returns them."""
         sums = torch.tensor(numbers, dtype=torch.int64)
@@ -300,7 +296,8 @@ class HostGroup:
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def barrier(self) -> None:
-        self.sum([0])
+        """Wait until all ranks have called it."""
+        self.begin_sum([0])()
 
 
 def value_or_error(make: Callable[[], Any]) -> Any:

@@ -55,10 +55,6 @@ class ModelConfig:
     in preset tiny and of 0.55 in preset base. At a gain of 0.23, the [CLS] vectors of two sentences have a mean cosine
     of 0.9999, so contrastive losses begin to fall late. At a gain of 1, the mean cosine is 0.97, and other losses begin
     to fall somewhat later."""
-    rope_theta: PositiveFloat | None = None
-    """The base of the rotary position embeddings in all layers (ModernBERT); null: the base of `init`, or 160,000 in
-    the presets. A larger base suits longer sequences. A phase may change the base only if the recipe sets
-    `rope_theta`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -162,9 +158,6 @@ class TrainConfig:
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto takes the precision of the ds_config if the hardware supports it, and fp32
     otherwise."""
-    activation_checkpointing: bool = False
-    """true: the forward pass stores only the inputs of each layer, and the backward pass computes the other activations
-    again. Activation checkpointing saves memory, and a step takes about a third more time."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so that a resumed run has exactly the same
     weights as an uninterrupted run. The backward pass of attention is slower. On a CPU, training is always
@@ -277,14 +270,14 @@ NOT_IDENTITY = {
     "model": ("starts_from", "tokenizer"),
     "data": ("workers", "cache", "lexicons", "lexicon_heldout"),
     "train": (
-        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "skip_steps"),
+        *("steps", "epochs", "max_tokens", "deterministic", "measure_every", "time_limit", "stall_limit"),
+        "skip_steps",
     ),
 }
 """The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
 IN_PHASES = (
-    *("model.rope_theta", "model.dropout", "train.lr", "data.max_length", "data.overlong", "data.languages"),
-    *("data.languages_add", "data.alpha", "data.alpha_by"),
+    *("model.dropout", "train.lr", "data.max_length", "data.overlong", "data.languages", "data.languages_add"),
+    *("data.alpha", "data.alpha_by"),
 )
 """The fields that a phase may change, besides those of streams."""
 STREAM_FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig) if field.name != "options")
@@ -533,32 +526,21 @@ def read_stream(name: str, fields: Any, objectives: Objectives, problems: list[s
     if not isinstance(shared.get("objective"), str):
         return None
     try:
-        options_class = find_options(shared["objective"], objectives)
+        objective = objectives[shared["objective"]]
+    except KeyError as unknown:
+        names = ", ".join(sorted(objectives))
+        problems.append(
+            f"{where}.objective: the objective {unknown} is unknown. Write one of {names}, or MODULE:NAME for an "
+            "objective of another package"
+        )
+        return None
     except UserError as error:
         problems.append(f"{where}.objective: {error}")
         return None
-    options = read_section(options_class, own, where, problems, STREAM_FIELDS)
+    options = read_section(objective.options, own, where, problems, STREAM_FIELDS)
     if stream is None:
         return None
     return dataclasses.replace(stream, options=options)
-
-
-def find_options(name: str, objectives: Objectives) -> Any:
-    """Return the class of an objective's options. Raises UserError."""
-    try:
-        options_class = objectives[name].options
-    except KeyError:
-        raise UserError(
-            f"the objective {name!r} is unknown. Write one of {', '.join(sorted(objectives))}, or MODULE:NAME for "
-            "an objective of another package"
-        ) from None
-    taken = [field for field in field_names(options_class) if field in STREAM_FIELDS]
-    if taken:
-        raise UserError(
-            f"the options {', '.join(taken)} of the objective have the names of fields that every stream has. "
-            "Rename these options"
-        )
-    return options_class
 
 
 # Phases
@@ -611,10 +593,6 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
             )
         elif name not in ("until", "data.languages_add"):
             set_field(tree, name, value)
-    if "model.rope_theta" in fields and recipe.model.rope_theta is None:
-        problems.append(
-            "model.rope_theta: the recipe must set this field also outside of its phases, for the steps after the phase"
-        )
     if "data.languages_add" in fields:
         added = fields["data.languages_add"]
         languages = (tree.get("data") or {}).get("languages")

@@ -4,7 +4,6 @@ Every rank writes and hashes its own files, while training waits.
 """
 
 import errno
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,6 @@ from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
-SPARE_BYTES = 1 << 28
-"""The number of bytes that must stay free on the disk after a save."""
 WriteModel = Callable[[int, Path], None]
 """A function of a step and of a checkpoint's directory. It writes the model's config and the tokenizer there. Rank 0
 calls it."""
@@ -110,27 +107,19 @@ class CheckpointManager:
             contents[store.AUXILIARY_STATES] = auxiliary
         return contents
 
-    def _make_room(self, folder: Path) -> OSError | None:
-        """Make the empty directory `folder` for a checkpoint, on rank 0. Return an OSError if that fails or the disk
-        has too little space, or else None."""
-        parameters = sum(p.numel() for p in self.engine.module.parameters())
-        needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
+    def _make_empty_folder(self, folder: Path) -> OSError | None:
+        """Make the empty directory `folder` for a checkpoint, on rank 0. Return an OSError if that fails, or else
+        None."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             files.remove(folder)
-            free = shutil.disk_usage(self.folder).free
-            if free <= needed:
-                return OSError(
-                    errno.ENOSPC, f"{free / 2**30:.1f} GiB are free, and the checkpoint needs {needed / 2**30:.1f} GiB"
-                )
-            folder.mkdir()
+            folder.mkdir(parents=True)
         except OSError as error:
             return error
         return None
 
     def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
-        problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
+        problem = self._make_empty_folder(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from xscale.checkpoint import store
-from xscale.checkpoint.reshard import load_rescaled
+from xscale.checkpoint.reshard import load_engine_state
 from xscale.checkpoint.store import Checkpoint
 from xscale.deepspeed_private import (
-    has_weights_in_order,
     known_types_only,
     load_state,
     model_state_path,
@@ -34,21 +33,9 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
 
     The checkpoint may have another number of ranks, another ZeRO stage, or another order of weights than the engine.
     """
-    path = checkpoint.path
-    same_ranks = checkpoint.world_size == host_group.size
-    same_stage = checkpoint.engine["stage"] == engine.zero_optimization_stage()
-    if not same_ranks or not same_stage or not has_weights_in_order(engine, path):
-        load_rescaled(engine, path)
-    else:
-        with known_types_only():
-            loaded_path, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
-        if loaded_path is None:
-            raise UserError(
-                f"{path}: DeepSpeed cannot find the files of a checkpoint in this folder. Remove the folder; the "
-                "next start continues from an older checkpoint"
-            )
+    load_engine_state(engine, checkpoint.path)
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
-    if (auxiliary := path / store.AUXILIARY_STATES).exists():
+    if (auxiliary := checkpoint.path / store.AUXILIARY_STATES).exists():
         for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
             engine.module.auxiliary_states[name].load_state_dict(state)
     host_group.barrier()

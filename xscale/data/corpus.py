@@ -12,8 +12,8 @@ from xscale.data.shards import Shard, Source, find_sources, keep_first_records
 from xscale.data.stream import (
     Stream,
     check_languages,
+    languages_meant,
     matches_languages,
-    means_pair_or_one_language,
     select_sources,
     unify_language_names,
 )
@@ -28,18 +28,6 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.jso
 
 Objectives = Mapping[str, Any]
 """Name -> Objective (objectives/base.py)."""
-
-
-@dataclass(frozen=True)
-class InitialModel:
-    """The properties of model.init on which the corpus depends."""
-
-    directory: str | Path | None = None
-    """The Hugging Face directory or the hub name of model.init; None: random weights."""
-    segments: bool = False
-    """True if the model has token types for the two sentences of a pair."""
-    lexicon_heldout: float = 1.0
-    """The share of the dictionaries' entries that was withheld from the model's training."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +83,19 @@ def open_corpus(
     recipe: Recipe,
     objectives: Objectives,
     data: Sequence[Path | str],
-    initial: InitialModel | None = None,
     host_group: HostGroup | None = None,
+    *,
+    init: Path | str | None = None,
+    model_has_segments: bool = False,
+    withheld_before: float = 1.0,
 ) -> Corpus:
-    """Open and check the data that a recipe reads. data: the value of --data. The ranks of `host_group` divide the
-    checks of files among themselves. Raises UserError."""
-    initial = initial or InitialModel()
+    """Open and check the data that a recipe reads. Raises UserError.
+
+    data: the value of --data. The ranks of `host_group` divide the checks of files among themselves. init: the Hugging
+    Face directory or the hub name of model.init; None: random weights. model_has_segments: whether the model has token
+    types for the two sentences of a pair. withheld_before: the share of the dictionaries' entries that was withheld
+    from the training of model.init.
+    """
     host_group = host_group or HostGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
@@ -109,8 +104,8 @@ def open_corpus(
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, host_group))
     streams = with_idle_sources(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
-    tokenizer = Tokenizer(find_tokenizer(recipe, initial, near))
-    check_tokenizer_of_init(recipe.model.init, initial, tokenizer)
+    tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
+    check_tokenizer_of_init(recipe.model.init, init, tokenizer)
     lexicons = load_lexicons(recipe, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
     for phase, phase_streams in zip(recipe.schedule.values, streams.values, strict=True):
@@ -128,11 +123,11 @@ def open_corpus(
         lexicons=tuple(trained),
         measured=tuple(measured),
         lexicon_heldout=recipe.data.lexicon_heldout,
-        unseen=min(initial.lexicon_heldout, recipe.data.lexicon_heldout),
+        unseen=min(withheld_before, recipe.data.lexicon_heldout),
         segments=recipe.data.segments
         and not recipe.any_stream("language_embeddings")
         and tokenizer.pair.segments
-        and initial.segments,
+        and model_has_segments,
     )
 
 
@@ -191,16 +186,12 @@ def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) ->
     return streams.map(completed)
 
 
-def first_pair_stream(streams: Sequence[Stream]) -> Stream | None:
-    """Return the first stream that reads pairs, or None. train.epochs counts the pairs of this stream."""
-    return next((stream for stream in streams if not stream.packed), None)
-
-
 def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
-    """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
+    """Return the recipe with train.epochs converted to train.steps. train.epochs counts the pairs of the first stream
+    that reads pairs. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
-    stream = first_pair_stream(corpus.streams.last)
+    stream = next((stream for stream in corpus.streams.last if not stream.packed), None)
     if stream is None:
         raise UserError(
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
@@ -282,21 +273,22 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (
-        len(languages) == 1 and means_pair_or_one_language(languages[0], lexicon.langs)
+        len(languages) == 1 and bool(languages_meant(languages[0], lexicon.langs))
     )
 
 
 # The tokenizer
 
 
-def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> str:
+def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path | None) -> str:
     """Return the directory or hub name of the tokenizer: model.tokenizer, or else that of model.init, or else the one
-    beside the shards. data: the first directory of --data. Raises UserError if there is no tokenizer."""
+    beside the shards. init_directory: see `init` of open_corpus. data: the first directory of --data. Raises UserError
+    if there is no tokenizer."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
-    if has_tokenizer(initial.directory):
-        return str(initial.directory)
+    if has_tokenizer(init_directory):
+        return str(init_directory)
     if init and not Path(init).exists():
         if not may_exist(init):
             raise UserError(
@@ -325,14 +317,15 @@ def has_tokenizer(directory: str | Path | None) -> bool:
     return directory is not None and any(list(Path(directory).glob(name)) for name in TOKENIZERS)
 
 
-def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError if model.init has a tokenizer and the run's tokenizer differs from it."""
-    if initial.directory is None or not has_tokenizer(initial.directory):
+def check_tokenizer_of_init(init: str | None, init_directory: Path | str | None, tokenizer: Tokenizer) -> None:
+    """Raise UserError if model.init has a tokenizer and the run's tokenizer differs from it. init: model.init.
+    init_directory: see `init` of open_corpus."""
+    if init_directory is None or not has_tokenizer(init_directory):
         return
-    trained = Tokenizer(initial.directory)
+    trained = Tokenizer(init_directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer in {initial.directory}, and this run has another "
-            f"tokenizer. Set model.tokenizer={initial.directory}, or add tokens to the model's vocabulary "
+            f"model.init {init} was trained with the tokenizer in {init_directory}, and this run has another tokenizer. "
+            f"Set model.tokenizer={init_directory}, or add tokens to the model's vocabulary "
             "(docs/how-to/add-language.md)"
         )

@@ -288,7 +288,7 @@ class Loader:
     corpus: Corpus
     calibration: Calibration
     gpu_tokens: int = GPU_TOKENS
-    """The default of train.max_tokens on GPUs. It depends on their memory (run/resolve.py row_limit), and is the same
+    """The default of train.max_tokens on GPUs. It depends on their memory (run/resolve.py), and is the same
     on all ranks."""
 
     @property
@@ -373,10 +373,11 @@ def load_batches(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[S
     for worker in getattr(started, "_workers", ()):
         worker.terminate = worker.kill
         atexit.register(worker.kill)
-    return map(_raise_failure, started)
+    return map(raise_failure, started)
 
 
-def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
+def raise_failure(batch: StepBatch | Failure) -> StepBatch:
+    """Return the batch, or raise the failure of the process that should have made it."""
     if isinstance(batch, Failure):
         raise batch
     return batch

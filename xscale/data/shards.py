@@ -375,16 +375,13 @@ class OpenFile:
         return self.intact[shard]
 
 
-def most_open_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
-
-
 @cache
 def file_opener() -> Callable[[object, str, bool], OpenFile]:
     """Return `open_file` with a cache of the open files. The cache is made at the first call, because a rank raises its
     limit of open files after the import."""
-    return lru_cache(most_open_files())(open_file)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if limit == resource.RLIM_INFINITY else min(OPEN_FILES, limit // 2)
+    return lru_cache(most)(open_file)
 
 
 def open_file(owner: object, path: str, readahead: bool) -> OpenFile:

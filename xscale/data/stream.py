@@ -6,6 +6,7 @@ A recipe may have any spelling of a language (data/scripts.py): `de` means sourc
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 from xscale.data.scripts import choose_language_names, same_language
@@ -73,14 +74,7 @@ def languages_and_pairs(sources: Sequence[Source], chosen_numbers: Collection[in
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`. The pair (en, de) is listed by "en-de", by
     "de-en", and by "en" together with "de"."""
-    if any(means_languages(name, langs) for name in languages):
-        return True
-    return all(is_listed(lang, languages) for lang in langs)
-
-
-def is_listed(lang: str, languages: list[str]) -> bool:
-    """Return True if one of `languages` means the language `lang`."""
-    return any(means_language(name, lang) for name in languages)
+    return set(langs) == set().union(*(languages_meant(name, langs) for name in languages))
 
 
 def means_language(name: str, lang: str) -> bool:
@@ -90,23 +84,15 @@ def means_language(name: str, lang: str) -> bool:
     return name == lang or (not is_pair and same_language(name, lang))
 
 
-def means_languages(name: str, langs: tuple[str, ...]) -> bool:
-    """Return True if a name means the language or pair `langs`, such as eng-deu or deu-eng for (en, de)."""
-    if len(langs) == 1:
-        return means_language(name, langs[0])
+def languages_meant(name: str, langs: tuple[str, ...]) -> set[str]:
+    """Return those of one or two languages that a name means: both if it means the pair, such as eng-deu or deu-eng for
+    (en, de)."""
     parts = name.split("-")
     for end in range(1, len(parts)):
-        first = "-".join(parts[:end])
-        second = "-".join(parts[end:])
-        for a, b in (langs, langs[::-1]):
-            if means_language(first, a) and means_language(second, b):
-                return True
-    return False
-
-
-def means_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
-    """Return True if a name means the language or pair `langs`, or one language of the pair."""
-    return means_languages(name, langs) or any(means_language(name, lang) for lang in langs)
+        for first, second in permutations(langs, 2):
+            if means_language("-".join(parts[:end]), first) and means_language("-".join(parts[end:]), second):
+                return {first, second}
+    return {lang for lang in langs if means_language(name, lang)}
 
 
 def unify_language_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
@@ -124,7 +110,7 @@ def absent_languages(languages: list[str] | None, sources: list[Source]) -> list
     """Return the languages and pairs among `languages` in which no source has text."""
     absent = []
     for language in languages or []:
-        if not any(means_pair_or_one_language(language, source.langs) for source in sources):
+        if not any(languages_meant(language, source.langs) for source in sources):
             absent.append(language)
     return absent
 

@@ -195,10 +195,7 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
         load=load,
     )
     encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
-    encoder.dropout = model.dropout
     encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
-    if first.rope_theta:
-        encoder.set_rope_theta(first.rope_theta)
     return encoder
 
 

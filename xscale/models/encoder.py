@@ -6,18 +6,16 @@ embeddings, M selected states, V vocabulary.
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import flat_or_padded_states, modernbert_states, padded_layers, padded_states
+from xscale.models.flat import flat_or_padded_states, padded_layers, padded_states
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
@@ -54,12 +52,6 @@ HEADS: dict[str, Callable[[Any], Head]] = {
 """Model type -> function that returns the masked-LM head of a Hugging Face model."""
 
 
-def set_rope_theta(config: Any, theta: float) -> None:
-    """Set the base of the rotary position embeddings in a config of ModernBERT."""
-    for rope in config.rope_parameters.values():
-        rope["rope_theta"] = float(theta)
-
-
 def _check_config(config: Any) -> None:
     """Raise UserError unless the model is an encoder of a supported type, with position embeddings that transformers
     applies."""
@@ -92,7 +84,6 @@ class Encoder(nn.Module):
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
         self._states = flat_or_padded_states(lm.config)
-        self._checkpointing = False
 
     @property
     def width(self) -> int:
@@ -111,12 +102,7 @@ class Encoder(nn.Module):
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        run = (
-            partial(checkpoint, use_reentrant=False)
-            if self._checkpointing and torch.is_grad_enabled()
-            else operator.call
-        )
-        return self._states(self.lm.base_model, row, seed, run, places)
+        return self._states(self.lm.base_model, row, seed, operator.call, places)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
@@ -131,15 +117,6 @@ class Encoder(nn.Module):
 
         last = self._states(self.lm.base_model, row, 0, keep)
         return [*inputs, last]
-
-    def set_rope_theta(self, theta: float) -> None:
-        """Set the base of the rotary position embeddings in all layers. Raises UserError for a model without them."""
-        if self._states is not modernbert_states:
-            raise UserError(
-                "model.rope_theta is only for ModernBERT models with unscaled rotary embeddings, and this is a "
-                f"{self.lm.config.model_type} model. Set model.rope_theta=null"
-            )
-        set_rope_theta(self.lm.config, theta)
 
     def set_dropout(self, p: float | None) -> None:
         """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""
@@ -156,15 +133,6 @@ class Encoder(nn.Module):
                 module.p = p
             elif isinstance(getattr(module, "attention_dropout", None), float):
                 module.attention_dropout = p
-
-    def checkpoint_activations(self) -> None:
-        """Make forward passes keep only the layers' inputs. Backward passes then recompute the rest."""
-        if self._states is not padded_states:
-            self._checkpointing = True
-            return
-        # transformers 5.23 renamed this method
-        enable = getattr(self.lm, "activation_checkpointing_enable", None) or self.lm.gradient_checkpointing_enable
-        enable()
 
     def features(self, states_MH: Tensor) -> Tensor:
         """Return the head's output [M, E] for last hidden states. It is the input of the vocabulary projection."""

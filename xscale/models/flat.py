@@ -26,7 +26,7 @@ from xscale.ops.dropout_add_norm import can_fuse, fused_dropout_add_norm
 from xscale.ops.rotation import rotate_
 
 Run = Callable[..., Tensor]
-"""A function that calls a layer's function on its arguments, directly or so that the backward pass recomputes it."""
+"""A function that calls a layer's function on its arguments, and may keep the layer's input."""
 
 
 def _dropout_rate(drop: nn.Module) -> float:

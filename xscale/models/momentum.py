@@ -20,13 +20,11 @@ class MomentumEncoder:
     use, the masters are moved to the query encoder's device.
     """
 
-    def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
+    def __init__(self, encoder: Encoder, projection: nn.Module):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
         """The trained modules. DeepSpeed may change their type and device, but not the order of parameters."""
         self.encoder = encoder
-        self.momentum = momentum
-        config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
-        base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
+        base: Any = copy.deepcopy(encoder.lm.base_model)
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
         self.masters.train()  # the modules of a loaded model are in evaluation mode
@@ -58,8 +56,9 @@ class MomentumEncoder:
         return encoder, projection
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the masters as a moving average of the query encoder's weights. Call it after each optimizer step that
+    def update(self, momentum: float) -> None:
+        """Update the masters as a moving average of the query encoder's weights: masters = momentum * masters + (1 -
+        momentum) * query. Call it after each optimizer step that
         changed these weights. Only parameters are averaged: buffers are constants in all supported models."""
         self._move()
         masters: list[Tensor] = list(self.masters.parameters())
@@ -68,7 +67,7 @@ class MomentumEncoder:
             wide = [torch.empty_like(k) for k in masters]
             torch._foreach_copy_(wide, query)
             query = wide
-        torch._foreach_lerp_(masters, query, 1 - self.momentum)
+        torch._foreach_lerp_(masters, query, 1 - momentum)
         self._refresh()
 
     def _refresh(self) -> None:

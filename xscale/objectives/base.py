@@ -133,9 +133,9 @@ class Objective:
     """options -> True if collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
     """The data that the objective needs besides text. A run checks them before step 1."""
-    heads: Callable[[Encoder, Any], nn.Module | None] | None = None
+    heads: Callable[[Encoder, Any], nn.Module | None] = lambda encoder, options: None
     """(encoder, options) -> the objective's own trainable module; None if these options need none."""
-    auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] | None = None
+    auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] = lambda encoder, heads, options: None
     """(encoder, heads, options) -> the auxiliary state, with the initial weights; None if these options need none."""
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
     """Like `loss`, but returns vectors [n, D] of the row's samples. The losses of all rows of the step get them.

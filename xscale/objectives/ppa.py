@@ -127,24 +127,15 @@ def sample_count_problem(options: PpaOptions, samples: int) -> str | None:
 
 
 def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
-    if not options.moco_weight:
-        return []
-    lines = []
     follows = 1 / max(1 - options.momentum, 1e-9)
-    if steps < 3 * follows:
-        lines.append(
-            f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about "
-            f"{follows:,.0f} steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. "
-            f"Train for {3 * follows:,.0f} steps or more, or set a smaller momentum. Below 0.95, the encoder may "
-            "learn to tell old keys from new keys instead of the meaning of sentences"
-        )
-    if options.queue_size > records:
-        lines.append(
-            f"queue_size: {options.queue_size:,} is more than the {records:,} pairs of the stream, so the queue "
-            "has some sentences several times. A queue with repeated sentences does no harm, and a smaller "
-            "queue_size is as good"
-        )
-    return lines
+    if not options.moco_weight or steps >= 3 * follows:
+        return []
+    return [
+        f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about {follows:,.0f} "
+        f"steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. Train for "
+        f"{3 * follows:,.0f} steps or more, or set a smaller momentum. Below 0.95, the encoder may learn to tell old "
+        "keys from new keys instead of the meaning of sentences"
+    ]
 
 
 def collate(samples: list[list[Example]], options: PpaOptions, context: CollateContext) -> StreamBatch:
@@ -156,7 +147,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     """
     pairs = context.fit_pairs(samples)
     first_sides = tlm.first_sides(pairs)
-    words = empty_batch(context)
+    words = StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
     if options.tlm_weight:
         words = masked_batch(pairs, first_sides, options, context)
     stream_batch = replace(words, samples=len(pairs))
@@ -176,10 +167,6 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         },
         auxiliary=StreamBatch(key, {"key": pooling_gather(key, options.pooling)}, {}, len(pairs), types=words.types),
     )
-
-
-def empty_batch(context: CollateContext) -> StreamBatch:
-    return StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
 
 
 def masked_batch(
@@ -253,7 +240,7 @@ class Moco:
 
     def __init__(self, encoder: Encoder, projection: nn.Module, options: PpaOptions):
         self.options = options
-        self.momentum = MomentumEncoder(encoder, projection, options.momentum)
+        self.momentum = MomentumEncoder(encoder, projection)
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
@@ -292,8 +279,7 @@ class Moco:
     def update(self, weights_changed: bool) -> None:
         self._enqueue(self.step + 1)
         if weights_changed:
-            self.momentum.momentum = self.options.momentum_at(self.step, self.steps)
-            self.momentum.update()
+            self.momentum.update(self.options.momentum_at(self.step, self.steps))
         self.step += 1
 
     def _enqueue(self, step: int) -> None:

@@ -10,11 +10,13 @@ cosines, so memory grows with the square of the samples of a step.
 Shape letters: S samples of a packed row, V samples of the step, H width of a vector, D width of what rows exchange.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.objectives.base import Losses, step_loss_share
+from xscale.objectives.base import Losses, Parts, step_loss_share
 from xscale.objectives.ppa import have_common_text, is_nearest
 
 _BYTES = 8
@@ -22,13 +24,13 @@ _BYTES = 8
 columns of the vectors."""
 
 
-def exchanged_vectors(first_SH: Tensor, second_SH: Tensor, texts_S2: Tensor) -> Tensor:
-    """Return what the other packed rows of the step need of these samples: the unit vectors of both sides and the
-    hashes of both texts, in fp32 or wider [S, D]. Only the direction of a vector matters, so a sum may replace a
-    mean."""
-    wide = torch.promote_types(first_SH.dtype, torch.float32)
-    sides = [F.normalize(first_SH.to(wide), dim=-1), F.normalize(second_SH.to(wide), dim=-1)]
-    return torch.cat([*sides, byte_columns(texts_S2).to(wide)], 1)
+def vectors_and_text_hashes(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Any) -> Tensor:
+    """Return what the other packed rows of the step need of the row's samples: the unit vectors of the states "first"
+    and "second", and the hashes in the array "texts", in fp32 or wider [S, D]. Only the direction of a vector matters,
+    so a sum may replace a mean."""
+    wide = torch.promote_types(states["first"].dtype, torch.float32)
+    sides = [F.normalize(states[name].to(wide), dim=-1) for name in ("first", "second")]
+    return torch.cat([*sides, byte_columns(arrays["texts"]).to(wide)], 1)
 
 
 def byte_columns(numbers_S2: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.ppa import hash_texts, pooling_gather, sentence_sequences
-from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
+from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
 from xscale.recipe import STRICT, NotNegative
 
 
@@ -64,12 +64,6 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     )
 
 
-def compute_vectors(
-    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
-) -> Tensor:
-    return exchanged_vectors(states["first"], states["second"], arrays["texts"])
-
-
 def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
 ) -> Losses:
@@ -82,7 +76,7 @@ OBJECTIVE = Objective(
     options=TranslationRankingOptions,
     collate=collate,
     loss=compute_losses,
-    vectors=compute_vectors,
+    vectors=vectors_and_text_hashes,
     terms=lambda options: {"ranking": 1.0},
     check=sample_count_problem,
 )

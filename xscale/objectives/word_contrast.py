@@ -26,7 +26,7 @@ from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.contextual import one_to_one_links
 from xscale.objectives.ppa import hash_texts
-from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
+from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
 from xscale.recipe import STRICT
 
 
@@ -62,12 +62,6 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     )
 
 
-def compute_vectors(
-    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions
-) -> Tensor:
-    return exchanged_vectors(states["first"], states["second"], arrays["texts"])
-
-
 def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions
 ) -> Losses:
@@ -80,7 +74,7 @@ OBJECTIVE = Objective(
     options=WordContrastOptions,
     collate=collate,
     loss=compute_losses,
-    vectors=compute_vectors,
+    vectors=vectors_and_text_hashes,
     terms=lambda options: {"words": 1.0},
     words=lambda options: True,
     needs="links",

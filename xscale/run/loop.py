@@ -51,9 +51,6 @@ class Trainer:
         self.done = self.positions["step"]
         """The number of steps done."""
         context.status.note_step(self.done)
-        theta = self.recipe.at(max(self.done - 1, 0)).model.rope_theta
-        if theta:  # a fork saves its first checkpoint before a step sets the theta of the phase
-            engine.module.encoder.set_rope_theta(theta)
         self.flops = StepFlops.of(engine.module)
         self.manager = CheckpointManager(
             engine,

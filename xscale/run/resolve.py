@@ -1,11 +1,13 @@
 """Finds and checks the recipe and the corpus of a run, and builds the model with the weights of step 0."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial_model
-from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
+from xscale.data.corpus import Corpus, convert_epochs_to_steps, open_corpus
+from xscale.data.loader import Loader
 from xscale.errors import UserError
 from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
 from xscale.objectives import OBJECTIVES
@@ -31,7 +33,16 @@ def resolve_run(
             f"recipe {recipe_name}: a phase sets model.dropout to null. Write a number, or remove the field from "
             "the phase"
         )
-    corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
+    init = initial_directory(recipe.model.init)
+    corpus = open_corpus(
+        recipe,
+        OBJECTIVES,
+        data,
+        host_group,
+        init=init,
+        model_has_segments=has_segments(init, recipe.model.preset),
+        withheld_before=xscale_field_of_init(init).get("lexicon_heldout", 1.0),
+    )
     return convert_epochs_to_steps(recipe, corpus), corpus
 
 
@@ -40,13 +51,6 @@ def initial_directory(init: str | None) -> str | Path | None:
     if init and checkpoints.is_run(Path(init)):
         return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
     return init
-
-
-def initial_model(recipe: Recipe) -> InitialModel:
-    """Return what the corpus must know of model.init. Raises UserError."""
-    directory = initial_directory(recipe.model.init)
-    heldout = xscale_field_of_init(directory).get("lexicon_heldout", 1.0)
-    return InitialModel(directory, has_segments(directory, recipe.model.preset), heldout)
 
 
 def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
@@ -75,13 +79,24 @@ def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
     return StepModule(initial_encoder(recipe, corpus, load_initial_model), recipe)
 
 
-def row_limit(
-    module: StepModule, recipe: Recipe, config: EngineConfig, gpu_bytes: int | None, host_group: HostGroup
-) -> cost.RowLimit | None:
-    """Return the default of train.max_tokens by the memory of the smallest GPU of the run, or None if the recipe has a
-    number or there is no GPU. gpu_bytes: the memory of this rank's GPU. All ranks call it together."""
+def fit_rows_into_gpu_memory(
+    loader: Loader,
+    module: StepModule,
+    config: EngineConfig,
+    gpu_bytes: int | None,
+    host_group: HostGroup,
+    log: Callable[[str], None],
+) -> Loader:
+    """Return the loader with the default of train.max_tokens by the memory of the smallest GPU of the run, and log this
+    default. Return the loader unchanged if the recipe has train.max_tokens or there is no GPU. gpu_bytes: the memory of
+    this rank's GPU. All ranks call it together."""
     sizes = [size for size in host_group.gather(gpu_bytes) if size]
-    if recipe.train.max_tokens or not sizes:
-        return None
+    if loader.recipe.train.max_tokens or not sizes:
+        return loader
     world = config.resolved["train_batch_size"]
-    return cost.row_limit(module, recipe, config.resolved, config.precision, world, min(sizes))
+    tokens = cost.default_max_tokens(module, loader.recipe, config.resolved, config.precision, world, min(sizes))
+    log(
+        f"train.max_tokens is {tokens:,}, chosen by the memory of the GPU: a step may use {cost.GPU_SHARE:.0%} of the "
+        f"{min(sizes) / 2**30:.1f} GiB"
+    )
+    return replace(loader, gpu_tokens=tokens)

@@ -144,7 +144,7 @@ def resume_calibration(
         return calibrate(recipe, corpus, host_group)
     before = fingerprints(checkpoint.identity)
     now = fingerprints(corpus.identity())
-    saved = Calibration.from_dict(checkpoint.calibration, len(before), list(recipe.streams))
+    saved = Calibration.from_dict(checkpoint.calibration)
     if before == now:
         return saved
     # Streams and old sources keep their estimates, because the order of running text and the rows depend on them.

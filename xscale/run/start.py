@@ -2,10 +2,9 @@
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,10 +124,7 @@ def build_trainer(
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
     loader = Loader(recipe, run.corpus, calibration)
-    limit = resolve.row_limit(module, recipe, run.config, run.hardware.memory, host_group)
-    if limit:
-        LOG.info(limit.explanation)
-        loader = replace(loader, gpu_tokens=limit.tokens)
+    loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, host_group, LOG.info)
     if process.is_main:
         write_start_files(args.out, run, loader, checkpoint)
     positions = checkpoint.state if checkpoint else initial_state(loader.streams)
@@ -140,8 +136,7 @@ def build_trainer(
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
-    version = code_version() if process.is_main else __version__
-    LOG.info(f"xscale {version}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
+    LOG.info(f"xscale {__version__}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {run.config.stage}, "
@@ -151,18 +146,6 @@ def build_trainer(
         warm_up_queues(engine.module, loader, process, engine.device)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
     return trainer, loader.batches(process, engine.device.type, positions, left, plans)
-
-
-def code_version() -> str:
-    """Return xscale's version, with the commit if the code is a git checkout. "-dirty": files differ from the
-    commit."""
-    root = Path(__file__).resolve().parents[2]
-    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    if (root / ".git").exists():
-        with suppress(OSError, subprocess.CalledProcessError):
-            commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-            return f"{__version__} (commit {commit})"
-    return __version__
 
 
 def write_start_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:

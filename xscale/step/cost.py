@@ -1,7 +1,7 @@
 """The costs of a run: the memory of a rank by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,19 +37,11 @@ ROUNDED = 1024
 """The default is a multiple of this number, so that it is the same on GPUs of the same kind."""
 
 
-class RowLimit(NamedTuple):
-    """The default of train.max_tokens on a GPU."""
-
-    tokens: int
-    explanation: str
-    """The line about the default for the log."""
-
-
-def row_limit(
+def default_max_tokens(
     module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
-) -> RowLimit:
+) -> int:
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
-    per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", typical_row_cost(1))
+    per_token = activation_bytes(module.encoder, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = sum(memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
@@ -57,14 +49,7 @@ def row_limit(
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
     most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
     fitting = int((GPU_SHARE * gpu_bytes - states) / per_token)
-    tokens = max(min(fitting, most) // ROUNDED * ROUNDED, LEAST_TOKENS)
-    return RowLimit(
-        tokens,
-        f"train.max_tokens is {tokens:,}, chosen by the memory of the GPU: a step may use {GPU_SHARE:.0%} of the "
-        f"{gpu_bytes / 2**30:.1f} GiB. Weights, gradients and optimizer need {states / 1e9:.2f} GB; the rest has "
-        f"room for {max(fitting, 0):,} tokens of {per_token / 1e3:,.0f} kB each. xscale chooses at least "
-        f"{LEAST_TOKENS:,} and at most {most:,} tokens",
-    )
+    return max(min(fitting, most) // ROUNDED * ROUNDED, LEAST_TOKENS)
 
 
 def typical_row_cost(tokens: int) -> dict[str, float]:
@@ -110,7 +95,7 @@ def memory_by_purpose(
         states["momentum encoder and queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
         states["program and tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
-    states["activations"] = activation_bytes(module.encoder, recipe, width, device, row)
+    states["activations"] = activation_bytes(module.encoder, width, device, row)
     states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, row["predictions"])
     if stage >= 3:
         return states | {"gradients": width * n / world, "unreduced gradients": width * n}
@@ -123,13 +108,7 @@ def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str) -> float:
-    n = parameter_count(module)
-    optimizer = 12 * n if zero_stage(ds_config) else 8 * n  # at stage 0, there is no fp32 copy of the weights
-    return WIDTH[precision] * n + optimizer + module.auxiliary_bytes()
-
-
-def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, row: Mapping[str, float]) -> float:
+def activation_bytes(encoder: Encoder, width: int, device: str, row: Mapping[str, float]) -> float:
     """Return the bytes that a packed row's forward pass keeps for its backward pass. row: the Row.cost of the row.
 
     For each token, a layer keeps 9 H + 2 F numbers, where F is the width of the feed-forward layer (4 F if it has a
@@ -149,8 +128,6 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
         layer += width * (row["tokens"] * masks + 2 * c.num_attention_heads * row["squares"])
     else:
         layer += row["tokens"] * masks
-    if recipe.train.activation_checkpointing:
-        return c.num_hidden_layers * row["tokens"] * c.hidden_size * width + layer
     skipped = 0.0
     if linears_after_last_attention(encoder):
         behind_attention = width * (4 * c.hidden_size + feed_forward)

@@ -46,20 +46,14 @@ class StepModule(nn.Module):
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
             objective = OBJECTIVES[stream.objective]
             with self.naming_errors(name, "heads or auxiliary_state"):
-                heads = None
-                auxiliary_state = None
-                if objective.heads is not None:
-                    heads = objective.heads(encoder, stream.options)
-                if objective.auxiliary_state is not None:
-                    auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
+                heads = objective.heads(encoder, stream.options)
+                auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if heads is not None:
                 self.heads[name] = heads
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
                 if hasattr(auxiliary_state, "steps"):
                     auxiliary_state.steps = recipe.train.steps
-        if recipe.train.activation_checkpointing:
-            encoder.checkpoint_activations()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def set_streams(self, recipe: Recipe) -> None:

@@ -93,8 +93,6 @@ def optimizer_step(
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
-    if recipe.model.rope_theta:
-        engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights = step_weights(recipe, totals, step)
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
