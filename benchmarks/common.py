@@ -67,7 +67,7 @@ class RecipeEngine:
         self.recipe = loader.recipe
         module = module_of_run(loader.recipe, loader.corpus)
         self.formula = StepFlops.of(module)
-        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here())
+        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_machine())
         self.deepspeed = engine.build_engine(module, config.resolved)
 
     def flops(self, batch: StepBatch) -> float:
@@ -76,7 +76,7 @@ class RecipeEngine:
 
     def train(self, batch: StepBatch) -> StepResult:
         place = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-        return optimizer_step(self.deepspeed, self.recipe, batch.rows, batch.targets(), **place)
+        return optimizer_step(self.deepspeed, self.recipe, batch.rows, batch.counts_without_languages(), **place)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def planning_cells(kind: str, source_count: int, batch: int) -> list[str]:
     times = [time.process_time()]
     mixture = mixture_of(kind, sources, batch)
     for _ in range(STEPS + 1):
-        for plan in mixture.next_plan().parts([*range(NODE)]):
+        for plan in mixture.next_plan().parts_of_ranks([*range(NODE)]):
             pickle.dumps(plan)  # as it is sent
         times.append(time.process_time())
     first, *steps = np.diff(times).tolist()

@@ -87,7 +87,7 @@ class XscaleLoop:
         result = self.engine.train(batch)
         self.seconds.append(now() - started)
         self.needed_flops = self.engine.flops(batch)
-        metrics = stream_metrics(result.sums.by_key(), batch.targets(), self.loader.recipe)
+        metrics = stream_metrics(result.sums.by_key(), batch.counts_without_languages(), self.loader.recipe)
         self.loss = sum(stream.weight * metrics[f"loss/{name}"] for name, stream in self.loader.recipe.streams.items())
 
 
@@ -106,7 +106,7 @@ class StockLoop:
         lm = module_of_run(loader.recipe, loader.corpus).encoder.lm
         lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = sum(-(-stream.samples // micro_batch) for stream in loader.streams)
-        config = load_ds_config(DS_CONFIG, loader.recipe, ALONE.world, Hardware.here())
+        config = load_ds_config(DS_CONFIG, loader.recipe, ALONE.world, Hardware.of_this_machine())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}
         self.engine = engine.build_engine(StockModule(lm, loader), fields)

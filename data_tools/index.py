@@ -34,9 +34,9 @@ from xscale.data.shards import (
     IDX_DTYPE,
     PART_BYTES,
     SEGMENTATIONS,
-    check_languages,
-    fingerprint,
+    check_language_names,
     read_index,
+    source_fingerprint,
 )
 from xscale.errors import MachineError, UserError
 from xscale.record import Record, Shard, is_sample_member, parse_json, parse_sample, sample_key
@@ -88,7 +88,7 @@ def scan_tar(
             record = stored.record
             layout = stored.layout
             if langs is None:
-                check_languages(record.langs)
+                check_language_names(record.langs)
                 langs = record.langs
             elif record.langs != langs:
                 raise ValueError(
@@ -292,7 +292,7 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     documents = f" of {index['documents']:,} documents" if "documents" in index else ""
     line = (
         f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
-        f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"
+        f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {source_fingerprint(index)}"
     )
     counts = dict(index["made_by"].get("counts", {}))
     dropped = counts.pop("dropped_links", 0)
@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
     try:
-        check_languages(langs or ("en",))
+        check_language_names(langs or ("en",))
     except ValueError as error:
         raise UserError(f"--langs: {error}") from None
     index = build_index(args.directory, langs, {"tool": "data_tools.index"}, check_links=True)

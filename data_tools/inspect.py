@@ -115,7 +115,7 @@ def verify(source: Source) -> None:
     print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
 
 
-def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
+def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
     """Print a description of a source with `shown` of its records, and return its entry for --json."""
     files.map_in_threads(source.check_size, source.shards)
     source.check_links()
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
             source = Source(directory)
             if args.verify:
                 verify(source)
-            sources.append(describe(source, tokenizer, args.show))
+            sources.append(describe_source(source, tokenizer, args.show))
     if args.json:
         files.write_text(args.json, json.dumps({"sources": sources}, indent=1, ensure_ascii=False) + "\n")
 

@@ -75,7 +75,7 @@ def check_corpus(corpus: Corpus) -> None:
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
-            if not Path(path).exists() and not (source.datasets == path and files.may_exist(path)):
+            if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
                 raise UserError(
                     f"source {name}: {path} not found. Write a path, absolute or relative to "
                     f"{Path.cwd()}, instead of a URL"

@@ -93,7 +93,7 @@ def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenize
 
     trained = Tokenizer(models.WordPiece())
     trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    with _normalised_lines(texts, normalizer) as (lines, characters):
+    with _normalised_lines_and_character_counts(texts, normalizer) as (lines, characters):
         alphabet = _alphabet(characters, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
@@ -145,7 +145,7 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
         unk_token=ROBERTA_SPECIAL["unk"],
         show_progress=False,
     )
-    with _normalised_lines(texts, tokenizer.normalizer) as (lines, characters):
+    with _normalised_lines_and_character_counts(texts, tokenizer.normalizer) as (lines, characters):
         rare = set().union(*characters.values())
         rare.difference_update(_alphabet(characters, vocab_size - len(_BYTES), lambda char: 1))
         to_spaces = str.maketrans(dict.fromkeys(rare, " "))
@@ -173,7 +173,9 @@ def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
 
 
 @contextmanager
-def _normalised_lines(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
+def _normalised_lines_and_character_counts(
+    texts: Texts, normalizer: Any
+) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
     """Yield the normalised texts, one a line, and each language's counts of characters other than spaces. The texts are
     read once and kept in a file, because they may not fit into memory."""
     characters = defaultdict[str, Counter[str]](Counter)

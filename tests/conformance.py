@@ -23,7 +23,7 @@ from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
 from xscale.step.module import StepModule
-from xscale.step.step import loss_keys, run_row, shared_states, step_weights
+from xscale.step.step import compute_row_loss, loss_keys, states_shared_by_rows, step_weights
 from xscale.step.sums import Sums, stream_metrics
 
 CPU = torch.device("cpu")
@@ -79,19 +79,19 @@ def compute_step(module: StepModule, loader: Loader, ranks: list[list[Row]]) -> 
     """Return the results of a step. This process computes all ranks' rows, and updates the auxiliary states."""
     module.zero_grad()
     rows = [row.to(CPU) for rows in ranks for row in rows]
-    totals = StepBatch(0, rows, {}).targets()
+    totals = StepBatch(0, rows, {}).counts_without_languages()
     weights = step_weights(loader.recipe, totals, 0)
     seeds = [(0, number) for number in range(len(rows))]
     loss, sums_of_rows = 0.0, []
-    for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
-        of_row, sums = run_row(module, row, shared, weights, seed)
+    for row, shared, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):
+        of_row, sums = compute_row_loss(module, row, shared, weights, seed)
         of_row.backward()
         loss += of_row.item()
         sums_of_rows.append(sums)
     for auxiliary_state in module.auxiliary_states.values():
         auxiliary_state.update(True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
-    metrics = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, loader.recipe)
+    metrics = stream_metrics(Sums.add_rows(sums_of_rows).by_key(), totals, loader.recipe)
     return FirstStep(loss, gradient, metrics)
 
 
@@ -154,10 +154,10 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
         rows = [pack_row({name: stream_batch}, separator).to(CPU) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
-        shared = shared_states(one, rows, [(0, 0), (0, 1)])
+        shared = states_shared_by_rows(one, rows, [(0, 0), (0, 1)])
         weights = dict.fromkeys(loss_keys(loader.recipe), 1.0)
-        _, reported = run_row(one, rows[0], shared[0], weights, (0, 0))
-        loss, sums = run_row(one, rows[1], shared[1], weights, (0, 1))
+        _, reported = compute_row_loss(one, rows[0], shared[0], weights, (0, 0))
+        loss, sums = compute_row_loss(one, rows[1], shared[1], weights, (0, 1))
         if sums.keys != reported.keys:
             yield f"streams.{name}: without samples it reports {sums.keys}, with some {reported.keys}"
         loss.backward()

@@ -19,7 +19,7 @@ from xscale.metric_keys import Counts, loss_key
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.step.module import States, StepModule, Weights
-from xscale.step.step import Seed, encode_auxiliary, run_row, shared_states
+from xscale.step.step import Seed, compute_row_loss, encode_auxiliary, states_shared_by_rows
 from xscale.step.sums import Sums
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
@@ -58,13 +58,13 @@ def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) 
     """Return the loss and the sums of a row, with the states of the auxiliary encoders."""
     on_device = row.to(next(module.parameters()).device)
     (shared,) = shared_of(module, [on_device], [seed])
-    return run_row(module, on_device, shared, weights, seed)
+    return compute_row_loss(module, on_device, shared, weights, seed)
 
 
 def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
     """Return what the losses of rows need besides their own states. Keys of queues are not exchanged."""
     if module.streams_with_vectors():
-        return shared_states(module, rows, seeds)
+        return states_shared_by_rows(module, rows, seeds)
     return encode_auxiliary(module, rows, seeds)
 
 
@@ -77,7 +77,7 @@ def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, 
     terms = {}
     for name in names:
         weights = {loss_key("s", n): float(n == name) for n in names}
-        terms[name], reported = run_row(module, row, shared, weights, (seed,))
+        terms[name], reported = compute_row_loss(module, row, shared, weights, (seed,))
     assert not reported.values_K.requires_grad
     numbers = reported.by_key()
     for name, total in terms.items():
@@ -123,7 +123,7 @@ def rows_of_step(
 
 
 def totals_of(rows: list[Row]) -> Counts:
-    return StepBatch(0, rows, {}).targets()
+    return StepBatch(0, rows, {}).counts_without_languages()
 
 
 class PlainEngine:

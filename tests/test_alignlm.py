@@ -109,7 +109,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     heads = alignlm.Heads(Encoder(lm), alignlm.AlignLMOptions()).double()
     ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
     places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
-    linked, partners = word_links.linked_states(np.array([[4, 9]]), places, ids.numel())
+    linked, partners = word_links.gather_linked_states(np.array([[4, 9]]), places, ids.numel())
     identities = np.zeros(2, dtype=np.uint64)
     zeros = np.zeros(14, dtype=int)
     sequences = Sequences(
@@ -149,7 +149,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    linked, partners = word_links.linked_states(links, masked, places)
+    linked, partners = word_links.gather_linked_states(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
     rows = [partners.columns[a:b].tolist() for a, b in pairwise(partners.offsets)]
     assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and partners.size == len(linked)
@@ -162,7 +162,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     assert max(sample[0].words[0].word_of_token) == 2 and len(sample[0].words[0].is_word) == 4
     words = word_links.parse_links(sample)
     layout = [[0, 1]]
-    sequences = alignlm.join_segments(tokenizer, word_links.segments(sample, layout), {"en": 0, "xx": 1})
+    sequences = alignlm.join_segments(tokenizer, word_links.segments_of_layout(sample, layout), {"en": 0, "xx": 1})
     tokens = word_links.word_tokens(sample, layout, sequences, words.first, "first")
     ids = [[int(sequences.ids[place]) for place in link] for link in word_links.token_links(words.links, tokens)]
     assert ids == [[tokenizer.encode(["will"])[0][0], tokenizer.encode(["shaka"])[0][0]]]

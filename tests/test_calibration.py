@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import launch
 from tests.launch import open_run
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibrate import estimate, fit_line, fit_tokens_to_bytes, group_similar_samples
+from xscale.data.calibrate import estimate_from_groups, fit_line, fit_tokens_to_bytes, group_similar_samples
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
@@ -93,7 +93,7 @@ def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_L
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
     groups = group_similar_samples(estimated_tokens, max_length)
     tokens = np.array([true[group].sum() for group in groups])
-    return estimate(estimated_tokens, groups, tokens, max_length)
+    return estimate_from_groups(estimated_tokens, groups, tokens, max_length)
 
 
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:

@@ -22,7 +22,7 @@ from xscale.ranks import Process
 from xscale.recipe import Recipe, load_recipe
 from xscale.step import cost
 from xscale.step.module import StepModule
-from xscale.step.step import encode_auxiliary, run_row
+from xscale.step.step import compute_row_loss, encode_auxiliary
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -156,7 +156,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
     weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
     with torch.profiler.profile(profile_memory=True) as profile:
-        run_row(module, on_device, shared, weights, (0,))[0].backward()
+        compute_row_loss(module, on_device, shared, weights, (0,))[0].backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     expected = cost.activation_bytes(module.encoder, 4, "cpu", row.cost)

@@ -104,7 +104,7 @@ def test_files_and_their_types(tmp_path: Path) -> None:
     for name in private.KNOWN_TYPES:
         module, _, kind = name.rpartition(".")
         assert isinstance(getattr(importlib.import_module(module), kind), type), name
-    private.pickle_stage_plainly()
+    private.register_plain_zero_stage_pickling()
     torch.save(ZeroStageEnum.gradients, tmp_path / "stage")
     held = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "stage")
     assert set(held) == {"deepspeed.runtime.zero.config.ZeroStageEnum"} <= private.KNOWN_TYPES

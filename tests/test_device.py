@@ -14,7 +14,7 @@ from xscale.data.loader import Loader
 from xscale.data.packed_row import Row
 from xscale.models import flat
 from xscale.step.module import StepModule
-from xscale.step.step import encode_auxiliary, run_row, step_weights
+from xscale.step.step import compute_row_loss, encode_auxiliary, step_weights
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
@@ -65,7 +65,7 @@ def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeyp
             auxiliary.to(CPU)
     with Waits() as waits:
         (shared,) = encode_auxiliary(module, [on_device], [(0,)])
-        loss, _ = run_row(module, on_device, shared, weights, (0,))
+        loss, _ = compute_row_loss(module, on_device, shared, weights, (0,))
     assert waits.found == copies.found + Counter(lift_fresh=1, _local_scalar_dense=2)
     with Waits() as waits:
         loss.backward()

@@ -346,7 +346,7 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
     fp16 = {"enabled": True, "loss_scale_window": 500}
 
     def saved(config: Any) -> Checkpoint:
-        return Checkpoint(Path("step_5"), 5, 2, {}, {}, {}, json.loads(json.dumps(config.saved())), {})
+        return Checkpoint(Path("step_5"), 5, 2, {}, {}, {}, json.loads(json.dumps(config.settings_in_checkpoint())), {})
 
     checkpoint = saved(engine({"torch_adam": True}))
     check_engine(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}))
@@ -381,4 +381,4 @@ def test_groups_of_machines_divide_the_ranks() -> None:
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(UserError, match=r"built for ROCm .* Install a PyTorch for CUDA or for CPUs"):
-        Hardware.here()
+        Hardware.of_this_machine()

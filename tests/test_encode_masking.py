@@ -176,7 +176,7 @@ def sentence(number: int, length: int, follows: bool) -> Example:
     of_token = np.repeat(np.arange(length), np.random.default_rng(number).integers(1, 14, length))[:length]
     words = TokenWords(of_token, np.arange(length), of_token, np.ones(length, dtype=bool))
     ids, identity = [1000 * number + i for i in range(length)], np.uint64(number)
-    return Example(("en",), (ids,), (words,), identity, follows=follows, borders=words.cut_points())
+    return Example(("en",), (ids,), (words,), identity, follows=follows, borders=words.tokens_to_cut_before())
 
 
 @settings(max_examples=300, deadline=None)

@@ -62,7 +62,7 @@ def consumed(loader: Loader, steps: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("first", [1, 49, 50, 51, 100, 119, 120, 500])
 def test_a_source_ends_behind_its_first_records(texts: Path, shard_records: Callable, first: int) -> None:
     source = Source(texts / "a")
-    source.keep_first(first)
+    source.drop_all_but_first(first)
     expected = [record["key"] for shard in shard_records(texts / "a") for record in shard][:first]
     read = [source.read(s, n).key for s, count in enumerate(source.counts) for n in range(count)]
     assert read == expected and source.records == len(expected)

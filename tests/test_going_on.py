@@ -37,7 +37,7 @@ from xscale import export, files, ranks
 from xscale.checkpoint import restore
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial_model, load_model_of_run, read_full_weights
-from xscale.data.corpus import InitialModel, find_tokenizer
+from xscale.data.corpus import find_tokenizer
 from xscale.data.loader import Loader
 from xscale.data.mixture import describe_sources_read
 from xscale.data.packed_row import Tokens
@@ -47,7 +47,7 @@ from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_modules, read_pooling
-from xscale.models.build import build_encoder, longest_sequence, xscale_field
+from xscale.models.build import build_encoder, longest_sequence, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, load_recipe
@@ -72,15 +72,15 @@ def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path,
     (fast / "tokenizer.json").write_bytes((demo / "tokenizer" / "tokenizer.json").read_bytes())
     (slow / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")  # as bert-base's first releases
     inits = (None, fast, slow, bare, "some/model")
-    names = {init: find_tokenizer(recipe(init), InitialModel(init), demo) for init in inits}
+    names = {init: find_tokenizer(recipe(init), init, demo) for init in inits}
     assert names == {None: auxiliary, fast: str(fast), slow: str(slow), bare: auxiliary, "some/model": "some/model"}
     with pytest.raises(UserError, match=r"model\.init /not/there does not exist"):
-        find_tokenizer(recipe("/not/there"), InitialModel("/not/there"), demo)
+        find_tokenizer(recipe("/not/there"), "/not/there", demo)
     with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and no folder tokenizer/ in {tmp_path}"):
-        find_tokenizer(recipe(bare), InitialModel(bare), tmp_path / "shards")
+        find_tokenizer(recipe(bare), bare, tmp_path / "shards")
     asked = recipe(fast)
     asked = replace(asked, model=replace(asked.model, tokenizer="mine"))
-    assert find_tokenizer(asked, InitialModel(fast), demo) == "mine"
+    assert find_tokenizer(asked, fast, demo) == "mine"
 
 
 def test_the_lines_of_the_docs_enlarge_a_vocabulary(
@@ -188,7 +188,7 @@ def test_what_trains_the_neutral_row() -> None:
     """Sequences whose language is hidden, and streams without language embeddings."""
 
     def shown(*sets: str) -> bool:
-        return load_recipe("paper/tang_xlm", list(sets), OBJECTIVES).shows_neutral()
+        return load_recipe("paper/tang_xlm", list(sets), OBJECTIVES).has_neutral_sequences()
 
     none = [f"streams.{name}.language_dropout=0.0" for name in ("mlm", "tlm")]
     assert shown() and not shown(*none) and shown(none[0])
@@ -300,7 +300,7 @@ def probe_tokens(lm: PreTrainedModel) -> Tokens:
     ids_N = ids_N[ids_N != lm.config.pad_token_id]
     n = len(ids_N)
     types_N = None
-    fields = xscale_field(lm.config, "the model")
+    fields = read_xscale_field(lm.config, "the model")
     if fields.get("language_embeddings"):
         types_N = torch.arange(n) % len(fields["languages"])
     return Tokens(ids_N, torch.arange(n), types_N, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)

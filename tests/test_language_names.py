@@ -70,7 +70,7 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
                 targets[key.stream] += number
         assert pairs == {"en-zh-CN", "pt-BR-zh-CN", "en-zh-Hant"}
         for stream in ("tlm", "mlm"):
-            assert targets[stream] == batch.targets()[count_key(stream, "mlm")]
+            assert targets[stream] == batch.counts_without_languages()[count_key(stream, "mlm")]
     assert drawn.total() == 5 * 36 and drawn["en-zh-CN"] > drawn["pt-BR-zh-CN"] > drawn["en-zh-Hant"] > 0
 
 

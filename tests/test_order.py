@@ -23,7 +23,7 @@ def locate(order: EpochOrder, start: int, stop: int) -> tuple[np.ndarray, np.nda
     """Shard and number of the records of positions start..stop-1, at which samples begin and end."""
     found = []
     while start < stop:
-        ends, *records, _ = order.take(start, stop - start)
+        ends, *records, _ = order.take_samples(start, stop - start)
         found.append(records)
         start = int(ends[-1])
     shard, record = zip(*found, strict=True)
@@ -182,7 +182,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     ]
     ends = [0]
     while ends[-1] < order.size:
-        ends += order.take(ends[-1], order.size)[0].tolist()
+        ends += order.take_samples(ends[-1], order.size)[0].tolist()
     size = {piece[0]: sum(int(tokens[s][r]) for s, r in piece) for piece in pieces.values()}
     light = Counter[int]()
     for start, end in pairwise(ends):
@@ -192,7 +192,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
         light[order.window_at(start)] += 2 * sum(of_sample) <= room
     assert max(light.values()) <= 1, "two samples of a window would fit into one"
     for i, start in enumerate(ends[:-1]):
-        got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take(start, 3)[0].tolist()
+        got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take_samples(start, 3)[0].tolist()
         assert got == ends[i + 1 : i + 1 + len(got)] and 1 <= len(got) <= 3
 
 
@@ -233,12 +233,12 @@ def test_pairs_come_in_the_same_order_in_parts(small_parts: None, counts: list[i
     one = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
     at = 0
     while at < len(whole):
-        end = int(one.take(at, 7)[0][-1])
+        end = int(one.take_samples(at, 7)[0][-1])
         fresh = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
         for order in (one, fresh):
             shard, record = locate(order, at, end)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[at:end]
-            assert order.take(at, 7)[3].tolist() == [bytes_of[s][r] for s, r in whole[at:end]]
+            assert order.take_samples(at, 7)[3].tolist() == [bytes_of[s][r] for s, r in whole[at:end]]
         at = end
 
 
@@ -253,7 +253,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     at = 0
     while at < order.size:
-        part = order.part(at)
+        part = order.part_at(at)
         assert part.first == at, "parts tile the epoch"
         n, window = len(part.ordinals), order.window_at(at)
         held = whole[at : at + n]
@@ -263,11 +263,11 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
         parts = order.part_count(window)
         assert parts == 1 or n <= order.window_records[window] / parts + len(counts)
         start = at
-        for end in order.take(at, n)[0].tolist():
+        for end in order.take_samples(at, n)[0].tolist():
             sizes = [int(tokens[s][r]) for s, r in whole[start:end]]
             assert sum(sizes) <= 50 or all(b == (a[0], a[1] + 1) for a, b in pairwise(whole[start:end]))
             fresh = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
-            assert fresh.take(start, 1)[0].tolist() == [end]
+            assert fresh.take_samples(start, 1)[0].tolist() == [end]
             start = end
         at += n
         assert start == at, "a sample lies in two parts"
@@ -280,8 +280,8 @@ def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
     assert order.part_count(0) == 25
     at = 0
     while at < 800:
-        part = order.part(at)
-        held = Counter(order.take(at, 800)[1].tolist())
+        part = order.part_at(at)
+        held = Counter(order.take_samples(at, 800)[1].tolist())
         assert len(held) == 20 and set(held.values()) <= {1, 2}
         at += len(part.ordinals)
     assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).part_count(0) == 12

@@ -89,13 +89,13 @@ def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
     masked = np.zeros((3, 2))
     for batch in steps_of(plan):
         phase = next(number for number, end in enumerate(ENDS) if batch.step < end)
-        assert batch.samples() == wanted["mlm"][batch.step] + wanted["tlm"][batch.step]
-        assert bool(batch.keys()["tlm"]) == (phase > 0)
+        assert batch.sample_count() == wanted["mlm"][batch.step] + wanted["tlm"][batch.step]
+        assert bool(batch.record_keys()["tlm"]) == (phase > 0)
         lengths = np.concatenate([row.tokens.lengths for row in batch.rows])
         assert lengths.max() <= (longest := [64, 64, 128, 96][phase]) and (lengths > 0.7 * longest).any()
-        assert ("yy" in str(batch.keys())) == (phase >= 2) or phase == 3
+        assert ("yy" in str(batch.record_keys())) == (phase >= 2) or phase == 3
         if phase in (1, 2):
-            masked[phase] += batch.targets()[count_key("mlm", "mlm")], batch.cost()["tokens"]
+            masked[phase] += batch.counts_without_languages()[count_key("mlm", "mlm")], batch.cost()["tokens"]
         assert plan.recipe.at(batch.step) is plan.recipe.phases[phase].recipe
     assert (masked[1, 0] / masked[1, 1]) / (masked[2, 0] / masked[2, 1]) > 1.5
 
@@ -121,8 +121,8 @@ def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
     for step in (1, 3, 4, 5, 7, 10, 14, 19):
         state = json.loads(json.dumps(states[step]))
         rest = list(steps_of(plan, state))
-        assert [(b.step, b.keys(), b.targets()) for b in rest] == [
-            (b.step, b.keys(), b.targets()) for b in whole[step:]
+        assert [(b.step, b.record_keys(), b.counts_without_languages()) for b in rest] == [
+            (b.step, b.record_keys(), b.counts_without_languages()) for b in whole[step:]
         ]
         assert rest[-1].state == whole[-1].state
 
@@ -133,14 +133,21 @@ def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     same = open_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo])
     none = open_run(write(tmp_path, []), [], [demo])
     for ours, theirs in zip(steps_of(same), steps_of(none), strict=True):
-        assert (ours.keys(), ours.targets(), ours.state) == (theirs.keys(), theirs.targets(), theirs.state)
+        assert (ours.record_keys(), ours.counts_without_languages(), ours.state) == (
+            theirs.record_keys(),
+            theirs.counts_without_languages(),
+            theirs.state,
+        )
     phase = {"until": 1.0, "data.alpha": 0.2, "data.languages": ["en", "yy"], "streams.mlm.samples": 7}
     found = open_run(write(tmp_path, [phase]), [], [demo])
     data, streams = BASE["data"] | {"alpha": 0.2, "languages": ["en", "yy"]}, json.loads(json.dumps(BASE["streams"]))
     streams["mlm"]["samples"] = 7
     plain = open_run(write(tmp_path, [], data=data, streams=streams), [], [demo])
     for ours, theirs in zip(steps_of(found), steps_of(plain), strict=True):
-        assert (ours.keys(), ours.targets()) == (theirs.keys(), theirs.targets())
+        assert (ours.record_keys(), ours.counts_without_languages()) == (
+            theirs.record_keys(),
+            theirs.counts_without_languages(),
+        )
 
 
 def drawing_of(loader: Loader, stream: Stream) -> Mixture:
@@ -211,7 +218,7 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
         while ends[-1] < stop:
             if data.draw(st.booleans()):  # a resume
                 order = EpochOrder(np.array(counts), SEED, 0, 50, look=sizes["look"], text=text)
-            found, shards, records, _ = order.take(ends[-1], 1 if fresh else 3)
+            found, shards, records, _ = order.take_samples(ends[-1], 1 if fresh else 3)
             first = 0
             for end in found.tolist():
                 places = list(zip(shards.tolist(), records.tolist(), strict=True))[first : end - ends[-1] + first]

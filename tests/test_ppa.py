@@ -39,7 +39,7 @@ from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
-from xscale.step.step import optimizer_step, run_row, shared_states
+from xscale.step.step import compute_row_loss, optimizer_step, states_shared_by_rows
 from xscale.step.sums import Sums
 
 MAX_LENGTH = 32
@@ -184,7 +184,7 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     state = copy.deepcopy(parts.auxiliary_state.queue.state_dict())
     fresh = Queue(23, options.projection)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh.texts, parts.auxiliary_state.queue.texts) and fresh.texts.all()
+    assert torch.equal(fresh.text_hashes, parts.auxiliary_state.queue.text_hashes) and fresh.text_hashes.all()
 
 
 def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
@@ -212,9 +212,9 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         module = OneStream("ppa", parts, options)
         rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER).to(CPU) for cut in cuts]
         sums_of_rows = []
-        for row, shared in zip(rows, shared_states(module, rows, [(0,)] * len(rows)), strict=True):
-            sums_of_rows.append(run_row(module, row, shared, {loss_key("s", "moco"): 1.0}, (0,))[1])
-        found = {key.name: value for key, value in Sums.total(sums_of_rows).by_key().items()}
+        for row, shared in zip(rows, states_shared_by_rows(module, rows, [(0,)] * len(rows)), strict=True):
+            sums_of_rows.append(compute_row_loss(module, row, shared, {loss_key("s", "moco"): 1.0}, (0,))[1])
+        found = {key.name: value for key, value in Sums.add_rows(sums_of_rows).by_key().items()}
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
         parts.auxiliary_state.step_keys = None
@@ -263,7 +263,7 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.auxiliary_state
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
-    moco.gather(None)
+    moco.gather_new_vectors(None)
     assert torch.equal(moco.step_keys[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
@@ -416,7 +416,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
         [
             key
             for batch in of.batches(place, "cpu", initial_state(of.streams), 3)
-            for key in batch.keys()[of.streams[0].name]
+            for key in batch.record_keys()[of.streams[0].name]
         ]
         for of in (warm_up, loader)
     )
@@ -431,7 +431,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
             moco.encode(engine.module.encoder, keys, [row.to(CPU).arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
                 plain.append(plain_z(*key, loader.corpus.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
-        moco.gather(None)
+        moco.gather_new_vectors(None)
         expected += moco.step_keys[0].tolist()
     torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]

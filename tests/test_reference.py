@@ -22,7 +22,7 @@ from xscale.ranks import Process
 from xscale.recipe import RECIPES
 from xscale.step import step
 from xscale.step.module import StepModule
-from xscale.step.step import optimizer_step, run_row, step_weights
+from xscale.step.step import compute_row_loss, optimizer_step, step_weights
 from xscale.step.sums import Sums, stream_metrics
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
@@ -183,11 +183,11 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     rows = [row.to(CPU) for rows in ranks for row in rows]
     seeds: list[step.Seed] = [(0, number) for number in range(len(rows))]
     for row, shared, seed in zip(rows, shared_of(module, rows, seeds), seeds, strict=True):
-        row_loss, sums = run_row(module, row, shared, weights, seed)
+        row_loss, sums = compute_row_loss(module, row, shared, weights, seed)
         row_loss.backward()
         loss += row_loss.detach()
         sums_of_rows.append(sums)
-    shares = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, recipe)
+    shares = stream_metrics(Sums.add_rows(sums_of_rows).by_key(), totals, recipe)
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
 
@@ -206,7 +206,7 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
         if hasattr(auxiliary_state, "queue"):
             options = case.loader.recipe.streams[stream].options
             _, keys = plain.views(case.model, stream, case.stream_batches[stream], options)
-            auxiliary_state.gather(None)
+            auxiliary_state.gather_new_vectors(None)
             torch.testing.assert_close(auxiliary_state.step_keys[0], keys, rtol=0, atol=rtol)
 
 
@@ -306,7 +306,7 @@ def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[T
 def forget_keys(case: Case) -> None:
     for auxiliary_state in case.module.auxiliary_states.values():
         if hasattr(auxiliary_state, "queue"):
-            auxiliary_state.gather(None)
+            auxiliary_state.gather_new_vectors(None)
             auxiliary_state.step_keys = None
 
 

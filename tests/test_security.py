@@ -33,7 +33,7 @@ class Code:
 
 
 def test_a_checkpoint_has_only_known_types(tmp_path: Path) -> None:
-    private.pickle_stage_plainly()
+    private.register_plain_zero_stage_pickling()
     scaler = DynamicLossScaler(2**16, 100, 1.0, 1, False)
     state = {"scaler": scaler, "stage": ZeroStageEnum.gradients, "at": fragment_address(3, 4), "w": torch.ones(3)}
     torch.save(state, tmp_path / "known.pt")

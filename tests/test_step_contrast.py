@@ -20,7 +20,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_vectors
 from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import byte_columns, from_byte_columns, step_contrast, vectors_and_text_hashes
-from xscale.step.step import run_row, shared_states, step_weights
+from xscale.step.step import compute_row_loss, states_shared_by_rows, step_weights
 
 MORE_SAMPLES = {
     "word_contrast": "streams.word_contrast.samples=12",
@@ -102,7 +102,9 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
         return found
 
     module.compute_vectors = vectors  # type: ignore[method-assign]
-    shared_states(module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))])
+    states_shared_by_rows(
+        module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))]
+    )
     assert len(computed) == len(rows) >= 2
 
 
@@ -118,8 +120,8 @@ def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None
     rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
     seeds = [(0, number) for number in range(len(rows))]
     loss = 0.0
-    for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
-        row_loss, _ = run_row(module, row, shared, weights, seed)
+    for row, shared, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):
+        row_loss, _ = compute_row_loss(module, row, shared, weights, seed)
         row_loss.backward()
         loss += row_loss.item()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}

@@ -29,7 +29,7 @@ def test_a_weight_that_no_pass_used_has_a_gradient_of_zeros() -> None:
 )
 def test_auxiliary_rows_are_encoded_in_groups(tokens: list[int], groups: list[list[int]]) -> None:
     """Of at most 8 tokens, in order; a longer row is alone."""
-    assert stepping.group_rows(tokens, 8) == groups
+    assert stepping.group_rows_by_tokens(tokens, 8) == groups
 
 
 def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(stepping, "step_weights", lambda recipe, totals, step: asked.append(step))
     monkeypatch.setattr(stepping, "set_learning_rate", lambda engine, recipe, step: 0.1)
-    monkeypatch.setattr(stepping, "shared_states", stop)
+    monkeypatch.setattr(stepping, "states_shared_by_rows", stop)
     encoder = SimpleNamespace(set_dropout=lambda p: None)
     module = SimpleNamespace(set_streams=lambda recipe: None, encoder=encoder)
     engine: Any = SimpleNamespace(module=module, device="cpu")

@@ -44,7 +44,11 @@ class Network:
 def batch(step: int) -> Any:
     """A rank's share of a step with a target more than the step before has."""
     return SimpleNamespace(
-        step=step, targets=lambda: {TLM: step}, cost=dict, auxiliary_vector_counts=dict, samples=lambda: 1
+        step=step,
+        counts_without_languages=lambda: {TLM: step},
+        cost=dict,
+        auxiliary_vector_counts=dict,
+        sample_count=lambda: 1,
     )
 
 
@@ -81,7 +85,7 @@ def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
     data = [batches(-1), batches(fails)]
     for done in range(STEPS):
         with ThreadPoolExecutor(RANKS) as pool:
-            agreed = [pool.submit(rank.next, of_rank) for rank, of_rank in zip(ranks, data, strict=True)]
+            agreed = [pool.submit(rank.next_step, of_rank) for rank, of_rank in zip(ranks, data, strict=True)]
         if agreed[0].exception():
             assert all(isinstance(step.exception(), Failed) for step in agreed)
             return done, "failed"

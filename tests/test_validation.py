@@ -40,10 +40,10 @@ from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, load_recipe
 from xscale.report.read import ScoreName, read_run
 from xscale.run.folder import start_logging
-from xscale.run.metrics import Board, JsonLines
+from xscale.run.metrics import JsonLines, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
-from xscale.step.step import measure_rows, run_row, step_weights
+from xscale.step.step import compute_row_loss, step_weights, sum_losses_of_rows
 from xscale.step.sums import language_metrics, stream_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
@@ -95,8 +95,8 @@ def test_losses_by_language(demo: Path) -> None:
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(loader, 1)
-    weights = step_weights(loader.recipe, batch.targets(), 0)
-    _, sums = run_row(engine.module, row.to(engine.device), {}, weights, (0,))
+    weights = step_weights(loader.recipe, batch.counts_without_languages(), 0)
+    _, sums = compute_row_loss(engine.module, row.to(engine.device), {}, weights, (0,))
     found = language_metrics(sums.by_key(), batch.counts(), loader.recipe)
     expected = mean_losses(engine.module.encoder.lm, loader, stream_batches)
     by_language = {name: loss for name, loss in expected.items() if "/" in name}
@@ -139,7 +139,7 @@ def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
-    sums = measure_rows(engine, loader.recipe, batch.rows, rank=0).by_key()
+    sums = sum_losses_of_rows(engine, loader.recipe, batch.rows, rank=0).by_key()
     found = language_metrics(sums, batch.counts(), loader.recipe)
     pairs = batch.rows[0].language_groups[loss_key("tlm", "pairs")].languages
     expected = {f"index_{term}/tlm/{pair}": pairs.index(pair) for term in ("mlm", "pairs") for pair in pairs}
@@ -159,7 +159,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     engine = engine_of(loader)
     held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader, engine, ALONE, print)
     of, rows = held.loader.recipe, held.batch.rows
-    sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
+    sums, again = (sum_losses_of_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):
@@ -326,7 +326,7 @@ def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
         train=SimpleNamespace(steps=20),
     )
     context: Any = SimpleNamespace(out=out, host_group=HostGroup(), watch=None)
-    metrics: Any = SimpleNamespace(board=Board(None, 0))
+    metrics: Any = SimpleNamespace(board=TensorBoardWriter(None, 0))
     return Validation(context, recipe, {}, step, metrics)
 
 
@@ -334,7 +334,9 @@ def test_the_log_has_the_streams_and_means_of_an_evaluation(tmp_path: Path, capl
     losses = {"mlm": {"loss": 4.0}, "mlm en": {"loss": 2.0}, "tlm": {"loss": 1.0}}
     with caplog.at_level("INFO", logger=LOG.name):
         LOG.propagate = True
-        validation_in(tmp_path, 5).report(10, {"heldout": losses, "retrieval": {"en-xx": {"accuracy": 0.5}}}, 1.0)
+        validation_in(tmp_path, 5).report_results(
+            10, {"heldout": losses, "retrieval": {"en-xx": {"accuracy": 0.5}}}, 1.0
+        )
     assert caplog.records[-1].getMessage().splitlines() == [
         "evaluation after step 10 took 1.0 s",
         "  heldout mlm: loss 4",
@@ -348,7 +350,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     validation = validation_in(tmp_path, -1)
     vectors = torch.eye(40)
     scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
-    validation.report(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
+    validation.report_results(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
     validation.lines.flush()
     (tmp_path / "metrics.jsonl").touch()
     run = read_run(tmp_path)

@@ -17,7 +17,7 @@ from tests import launch
 from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
-from xscale.run.metrics import pace_metrics
+from xscale.run.metrics import slowest_rank_metrics
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -30,9 +30,9 @@ def arguments(config: str, demo: Path, out: Path, *fields: str) -> list[str]:
 
 
 def test_the_slowest_rank_is_compared_with_the_median() -> None:
-    metrics = pace_metrics([1.0, 2.0, 1.1])
+    metrics = slowest_rank_metrics([1.0, 2.0, 1.1])
     assert metrics == {"slowest_rank": 1, "slowest_ratio": pytest.approx(2 / 1.1)}
-    assert pace_metrics([1.0]) == {}
+    assert slowest_rank_metrics([1.0]) == {}
 
 
 def wait_without_steps(folder: Path, ready: Any) -> None:

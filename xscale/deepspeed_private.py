@@ -258,7 +258,7 @@ def load_state(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def pickle_stage_plainly() -> None:
+def register_plain_zero_stage_pickling() -> None:
     """Let ZeroStageEnum be pickled without builtins.getattr, which Python 3.11.2 uses and no checkpoint may contain."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
@@ -314,7 +314,7 @@ def group_shapes(
         yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
 
 
-def rank_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def weights_and_states_of_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield, for each group, a rank's flat fp32 weights and their optimizer state. rank_file: the loaded file."""
     state = rank_file["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
@@ -324,12 +324,12 @@ def rank_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, A
         yield flat, optimizer.get(group, {})
 
 
-def saved_scaler(rank_file: dict[str, Any]) -> Any:
+def saved_loss_scaler(rank_file: dict[str, Any]) -> Any:
     """Return the loss scaler, which is the same in the files of all ranks."""
     return rank_file["optimizer_state_dict"].get("loss_scaler")
 
 
-def stage_0_state(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+def weights_and_states_of_stage_0(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
     """Return {name: weight} and {number: optimizer state} of a checkpoint of stage 0."""
     return model_state["module"], (model_state.get("optimizer") or {}).get("state", {})
 
@@ -373,7 +373,7 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
         yield flat, fragments
 
 
-def zero_padding(engine: Any) -> None:
+def set_stage_3_padding_to_zero(engine: Any) -> None:
     """Set the padding of stage 3's partitions to zero. DeepSpeed saves this uninitialised memory, so that two equal
     runs could write different checkpoints."""
     if engine.zero_optimization_stage() == 3:

@@ -30,7 +30,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
+    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_machine()
     run = prepare_run(args, process, hardware, HostGroup())
     folder.check_folder(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, HostGroup())
@@ -57,7 +57,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 def planned_hardware(ds_config: Path) -> Hardware:
     """Return the hardware to plan for: this machine's, or a planned GPU if it has no GPU but the ds_config needs 16
     bits."""
-    here = Hardware.here()
+    here = Hardware.of_this_machine()
     if here.device == "cuda" or not {"fp16", "bf16"} & read_ds_config(ds_config).keys():
         return here
     return Hardware("cuda", True, True, PLANNED_MEMORY)
@@ -85,7 +85,7 @@ def requirement_lines(
     mixture = loader.mixture(process, device, initial_state(loader.streams))
     dataset = loader.dataset()
     plan = mixture.next_plan()
-    first = raise_failure(dataset[plan.parts([process.rank])[0]])
+    first = raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} of {device} (one process each); a step has about {plan.row_tokens.sum():,.0f} "

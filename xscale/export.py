@@ -24,7 +24,7 @@ from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import SentenceVectors, choose_vectors, write_json, write_vector_files
-from xscale.models.build import longest_sequence, xscale_field
+from xscale.models.build import longest_sequence, read_xscale_field
 
 CARD_TEMPLATE = Path(__file__).parent / "eval" / "card.md"
 OLDEST = {"modernbert": "4.48"}
@@ -130,7 +130,7 @@ def write_directory(
     tokenizer = transformers_tokenizer(tokenizer_path)
     tokenizer.model_max_length = longest
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    if xscale_field(config, str(out)).get("segments"):  # token types are a pair's two sentences, not languages
+    if read_xscale_field(config, str(out)).get("segments"):  # token types are a pair's two sentences, not languages
         tokenizer.model_input_names.insert(1, "token_type_ids")
     if config.model_type == "modernbert":  # transformers 4 reads these names, and transformers 5 all names
         config.global_rope_theta = config.rope_parameters["full_attention"]["rope_theta"]
@@ -159,7 +159,7 @@ def checkpoint_card(
     layers: the number of first layers in the export; None: all."""
     recipe = checkpoint.identity["recipe"]
     init = recipe["model"]["init"]
-    is_on_hub = init and not Path(init).exists() and files.may_exist(init)
+    is_on_hub = init and not Path(init).exists() and files.exists_or_is_hub_name(init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
     header = ModelCardData(
         language=config.xscale["languages"][1:],

@@ -203,7 +203,7 @@ class Lock:
             )
 
 
-def may_exist(path: Path | str) -> bool:
+def exists_or_is_hub_name(path: Path | str) -> bool:
     """Return whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())

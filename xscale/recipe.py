@@ -362,11 +362,11 @@ class Recipe:
         steps = stream.warm_in * self.train.steps if stream.warm_in < 1 else stream.warm_in
         return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
 
-    def any_stream(self, option: str) -> bool:
+    def any_stream_sets(self, option: str) -> bool:
         """Return whether any stream sets this option to true."""
         return any(getattr(stream.options, option, False) for stream in self.streams.values())
 
-    def shows_neutral(self) -> bool:
+    def has_neutral_sequences(self) -> bool:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
@@ -394,7 +394,7 @@ class Recipe:
         return fields
 
 
-def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
+def with_steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
     """Return the recipe with train.steps computed from train.epochs. pairs: the number of pairs of an epoch; samples:
     the number of pairs of a step. Raises UserError."""
     assert recipe.train.epochs
@@ -624,7 +624,7 @@ def read_section(cls: Any, fields: Any, where: str, problems: list[str], further
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
         for details in error.errors():
-            problems.append(describe_problem(details, where, (*further_keys, *field_names(cls))))
+            problems.append(describe_pydantic_error(details, where, (*further_keys, *field_names(cls))))
         return None
 
 
@@ -637,7 +637,7 @@ def unknown_key(name: str, where: str, keys: tuple[str, ...]) -> str:
     return removed_field(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
 
-def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
+def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> str:
     """Return a line about one of pydantic's errors in the section `where`. keys: those of the section."""
     kind = details["type"]
     value = details["input"]

@@ -56,12 +56,12 @@ class CheckpointManager:
         self.good = saved
         """The step of the newest good checkpoint. A checkpoint is good if fp16 skipped no step just before it."""
 
-    def path_of(self, step: int) -> Path:
+    def path_of_step(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
-    def partial_of(self, step: int) -> Path:
+    def partial_path_of_step(self, step: int) -> Path:
         """Return the directory into which the ranks write a checkpoint before it is published."""
-        return files.partial_path(self.path_of(step))
+        return files.partial_path(self.path_of_step(step))
 
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists, and remove old ones.
@@ -74,7 +74,7 @@ class CheckpointManager:
         started = time.monotonic()
         self.note(f"saving step {step}")
         written = self._write(step)
-        self.host_group.from_main(lambda: check_types(self.partial_of(step), written))
+        self.host_group.from_main(lambda: check_types(self.partial_path_of_step(step), written))
         problem = self._publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -93,15 +93,15 @@ class CheckpointManager:
         if good:
             self.good = step
         if self.host_group.is_main:
-            needed_steps = set(self.published(step, self.path_of(step)))
+            needed_steps = set(self.published(step, self.path_of_step(step)))
             if self.good is not None:
                 needed_steps.add(self.good)
             store.remove_old(self.folder, self.keep, needed_steps)
-        LOG.info(f"saved {self.path_of(step)} in {time.monotonic() - started:.2f} s")
+        LOG.info(f"saved {self.path_of_step(step)} in {time.monotonic() - started:.2f} s")
 
     def _contents_of_own_files(self, step: int) -> dict[str, Any]:
         """Return the content of this rank's files, by their names. All ranks call it together."""
-        contents = contents_to_save(self.engine, self.partial_of(step))
+        contents = contents_to_save(self.engine, self.partial_path_of_step(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
             contents[store.AUXILIARY_STATES] = auxiliary
@@ -119,7 +119,7 @@ class CheckpointManager:
 
     def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
-        problem = self._make_empty_folder(self.partial_of(step)) if self.host_group.is_main else None
+        problem = self._make_empty_folder(self.partial_path_of_step(step)) if self.host_group.is_main else None
         if not self.host_group.from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)
@@ -133,7 +133,7 @@ class CheckpointManager:
 
     def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
         """Write this rank's files, and return the size and hash of each."""
-        folder = self.partial_of(step)
+        folder = self.partial_path_of_step(step)
         names = list(contents)
         for name in names:
             self.note(f"saving step {step}: writing {name}")
@@ -162,11 +162,11 @@ class CheckpointManager:
                 whole = {"step": step, "world_size": self.host_group.size, **manifest}
                 whole["files"] = dict(sorted(sealed.items()))
                 try:
-                    store.publish_checkpoint(self.partial_of(step), self.path_of(step), whole)
+                    store.publish_checkpoint(self.partial_path_of_step(step), self.path_of_step(step), whole)
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:
-                files.remove(self.partial_of(step))
+                files.remove(self.partial_path_of_step(step))
         return self.host_group.from_main(lambda: "; ".join(problems))
 
 

@@ -84,18 +84,18 @@ class SavedPartitions:
                 else:
                     self.places[name] = SavedPlace(group, at, 0, length)
                     at += shape.numel()
-        return private.saved_scaler(start_of), self.opened[rank]
+        return private.saved_loss_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its groups in `opened`, and return its content."""
         content = private.load_state(self.files[rank])
-        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.rank_groups(content)]
+        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
-        weights, states = private.stage_0_state(self.model)
+        weights, states = private.weights_and_states_of_stage_0(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}

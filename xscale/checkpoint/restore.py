@@ -18,7 +18,7 @@ from xscale.deepspeed_private import (
     load_state,
     model_state_path,
     partition_paths,
-    stage_0_state,
+    weights_and_states_of_stage_0,
 )
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
@@ -49,7 +49,7 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
         unread = io.StringIO()  # hides DeepSpeed's progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), known_types_only():
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return stage_0_state(load_state(model_state_path(path)))[0]
+    return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
 
 def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
 def load_initial_model(init: str | Path, dropout: float) -> PreTrainedModel:
     """Return the model of model.init in fp32. init: a run, a checkpoint, a Hugging Face directory or a hub name.
     dropout: the model's new dropout probability. Raises UserError."""
-    if store.is_run(Path(init)):
+    if store.is_run_or_checkpoint(Path(init)):
         return load_model_of_run(init, dropout)
     return load_pretrained(init, dropout)
 

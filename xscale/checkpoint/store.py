@@ -70,7 +70,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for path in paths if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
 
 
-def is_run(path: Path) -> bool:
+def is_run_or_checkpoint(path: Path) -> bool:
     """Return True if `path` is a run or a checkpoint of xscale, False for a Hugging Face directory."""
     return (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
 

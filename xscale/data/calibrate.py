@@ -90,7 +90,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
     rows = table.select(in_groups)._replace(row=row[in_groups])
     batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
-    return estimate(
+    return estimate_from_groups(
         estimated_tokens,
         groups,
         tokens=np.array([batch.sequences.lengths.sum() for batch in batches]),
@@ -116,7 +116,7 @@ def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> li
     return groups
 
 
-def estimate(
+def estimate_from_groups(
     estimated_tokens: np.ndarray,
     groups: list[np.ndarray],
     tokens: np.ndarray,

@@ -46,7 +46,7 @@ class Calibration:
     phases: list[dict[str, Estimate]] = field(default_factory=list)
     """The statistics of each stream, by its name, in each phase."""
 
-    def schedule(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
+    def by_step(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
         """Return the calibration of each step. ends: the first step after each phase."""
         phases = [Calibration(self.lines, streams) for streams in self.phases]
         return Schedule(ends, (*phases, self))

@@ -11,7 +11,7 @@ from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, witho
 from xscale.data.shards import Shard, Source, find_sources, keep_first_records
 from xscale.data.stream import (
     Stream,
-    check_languages,
+    check_data_languages,
     languages_meant,
     matches_languages,
     select_sources,
@@ -19,9 +19,9 @@ from xscale.data.stream import (
 )
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import map_in_threads, may_exist
+from xscale.files import exists_or_is_hub_name, map_in_threads
 from xscale.ranks import HostGroup
-from xscale.recipe import Recipe, Schedule, steps_of_epochs
+from xscale.recipe import Recipe, Schedule, with_steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of these files."""
@@ -125,7 +125,7 @@ def open_corpus(
         lexicon_heldout=recipe.data.lexicon_heldout,
         unseen=min(withheld_before, recipe.data.lexicon_heldout),
         segments=recipe.data.segments
-        and not recipe.any_stream("language_embeddings")
+        and not recipe.any_stream_sets("language_embeddings")
         and tokenizer.pair.segments
         and model_has_segments,
     )
@@ -159,7 +159,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
 def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[Stream]:
     """Return the streams of a recipe, without their dictionaries. Raises UserError."""
     streams = list[Stream]()
-    check_languages(recipe.data.languages, sources)
+    check_data_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         objective = objectives[stream.objective]
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
@@ -196,7 +196,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
         raise UserError(
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
         )
-    return steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
+    return with_steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
 
 
 # Word links
@@ -290,7 +290,7 @@ def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path
     if has_tokenizer(init_directory):
         return str(init_directory)
     if init and not Path(init).exists():
-        if not may_exist(init):
+        if not exists_or_is_hub_name(init):
             raise UserError(
                 f"model.init {init} does not exist. Use a run, a Hugging Face directory or a model on the Hugging "
                 "Face Hub. To resume a run whose model.init was removed, copy the folder hf of one of the run's "
@@ -325,7 +325,7 @@ def check_tokenizer_of_init(init: str | None, init_directory: Path | str | None,
     trained = Tokenizer(init_directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer in {init_directory}, and this run has another tokenizer. "
-            f"Set model.tokenizer={init_directory}, or add tokens to the model's vocabulary "
+            f"model.init {init} was trained with the tokenizer in {init_directory}, and this run has another "
+            f"tokenizer. Set model.tokenizer={init_directory}, or add tokens to the model's vocabulary "
             "(docs/how-to/add-language.md)"
         )

@@ -78,7 +78,7 @@ def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
     )
 
 
-def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
+def segments_of_layout(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
     """Return the segments of each sequence, for join_segments."""
     sequences = []
     for texts in layout:
@@ -120,13 +120,13 @@ def word_tokens(
 def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
     """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
     links: see WordLinks."""
-    first = tokens.take(links[:, 0])
-    second = tokens.take(np.repeat(links[:, 1], first.lengths))
+    first = tokens.select_lists(links[:, 0])
+    second = tokens.select_lists(np.repeat(links[:, 1], first.lengths))
     # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.
     return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
-def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
+def gather_linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
     """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
     of the tokens to which it is linked.
 

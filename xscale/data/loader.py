@@ -57,7 +57,7 @@ class StepBatch:
     rows: list[Row]
     state: dict[str, Any]
 
-    def samples(self) -> int:
+    def sample_count(self) -> int:
         return sum(row.samples for row in self.rows)
 
     def counts(self) -> Counts:
@@ -67,11 +67,11 @@ class StepBatch:
             counts.update(row.counts)
         return dict(counts)
 
-    def targets(self) -> Counts:
+    def counts_without_languages(self) -> Counts:
         """Return the counts of this rank, except those by language."""
         return {key: count for key, count in self.counts().items() if not key.language}
 
-    def language_counts(self) -> Counts:
+    def counts_with_languages(self) -> Counts:
         """Return the counts of this rank by language."""
         return {key: count for key, count in self.counts().items() if key.language}
 
@@ -88,7 +88,7 @@ class StepBatch:
             cost.update(row.cost)
         return dict(cost)
 
-    def keys(self) -> dict[str, list[str]]:
+    def record_keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
         keys: dict[str, list[str]] = {}
         for row in self.rows:
@@ -139,7 +139,7 @@ class StepDataset(Dataset):
         shared = self.stream_context(stream, plan.step, plan.rows * plan.world)
         examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
-        for row, count in enumerate(plan.records_of_rows(stream.name)):
+        for row, count in enumerate(plan.record_counts_of_rows(stream.name)):
             row_examples = list(islice(examples, count))
             samples = list[list[Example]]()
             for _, sample in groupby(row_examples, key=lambda example: example.number):
@@ -269,7 +269,7 @@ def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: Colla
     for number, tokens in enumerate(ids):
         if len(tokens) > context.max_length - 2:
             _, words = context.tokenizer.encode_words([texts[number]])
-            borders[number] = words[0].cut_points()
+            borders[number] = words[0].tokens_to_cut_before()
     return borders
 
 
@@ -309,7 +309,7 @@ class Loader:
         return Mixture(
             self.corpus.streams,
             recipes.map(lambda recipe: recipe.data),
-            self.calibration.schedule(recipes.ends),
+            self.calibration.by_step(recipes.ends),
             self.corpus.sources,
             seed=self.recipe.train.seed,
             max_tokens=self.max_tokens(device),

@@ -82,7 +82,7 @@ class Plan:
     row_tokens: np.ndarray = field(default_factory=lambda: NO_RECORDS)
     """The estimated tokens of each packed row of each rank [rows * world]; empty in the part of a rank."""
 
-    def parts(self, ranks: Sequence[int]) -> list["Plan"]:
+    def parts_of_ranks(self, ranks: Sequence[int]) -> list["Plan"]:
         """Return the part of each of these ranks."""
         parts = list[Plan]()
         for rank in ranks:
@@ -98,7 +98,7 @@ class Plan:
                 part.tables[name] = table.select(np.concatenate(places))
         return parts
 
-    def records_of_rows(self, stream: str) -> list[int]:
+    def record_counts_of_rows(self, stream: str) -> list[int]:
         """Return the number of the stream's records in each row of a rank's part."""
         return np.bincount(self.tables[stream].row // self.world, minlength=self.rows).tolist()
 
@@ -148,7 +148,7 @@ class Mixture:
 
     def next_part(self) -> Plan:
         """Return this rank's part of the next step's plan, and advance the state."""
-        return self.next_plan().parts([self.rank])[0]
+        return self.next_plan().parts_of_ranks([self.rank])[0]
 
     def next_plan(self) -> Plan:
         """Return the plan of the next step, and advance the state."""
@@ -159,10 +159,10 @@ class Mixture:
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
             by_source = self._choose_sources(stream, weights)
-            positions[stream.name] = self._positions(stream)
+            positions[stream.name] = self._positions_with_room_change(stream)
             pieces = list[PlanTable]()
             for source, samples, position in zip(stream.sources, by_source, positions[stream.name], strict=True):
-                pieces += self._take(stream, source, samples, position)
+                pieces += self._take_samples(stream, source, samples, position)
             table = join_tables(pieces)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             calibration = self.calibrations.at(step).estimate_for(stream.name)
@@ -191,7 +191,7 @@ class Mixture:
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
-    def _positions(self, stream: Stream) -> list[list[int]]:
+    def _positions_with_room_change(self, stream: Stream) -> list[list[int]]:
         """Return a copy of the stream's positions. If the room of a packed sample has changed since the last step, the
         place of the change and the room before it are appended to each position."""
         positions = [list(position) for position in self.state["positions"][stream.name]]
@@ -201,14 +201,16 @@ class Mixture:
                 position += [position[1], room_before]
         return positions
 
-    def _take(self, stream: Stream, source: int, samples: np.ndarray, position: list[int]) -> Iterator[PlanTable]:
+    def _take_samples(
+        self, stream: Stream, source: int, samples: np.ndarray, position: list[int]
+    ) -> Iterator[PlanTable]:
         """Yield the source's next records, which form these samples, and advance `position` in place."""
         calibration = self.calibrations.last  # the estimates from bytes are the same in all phases
         taken = 0
         while taken < len(samples):
             epoch, start = position[:2]
-            order = self._order(stream, source, position)
-            ends, shard, record, lengths = order.take(start, len(samples) - taken)
+            order = self._epoch_order(stream, source, position)
+            ends, shard, record, lengths = order.take_samples(start, len(samples) - taken)
             yield PlanTable(
                 sample=np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start)),
                 source=np.full(len(record), source, dtype=np.int32),
@@ -228,12 +230,12 @@ class Mixture:
         for stream in self.streams.at(self.state["step"]):
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 if self.sources[number].remote and number not in stream.idle:
-                    order = self._order(stream, number, position)
+                    order = self._epoch_order(stream, number, position)
                     window = order.window_at(position[1])
                     for shard in np.concatenate(order.window_shards[window : window + 2]).tolist():
                         yield self.sources[number], shard
 
-    def _order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
+    def _epoch_order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
         changes."""
         epoch = position[0]

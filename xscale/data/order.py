@@ -122,9 +122,9 @@ class EpochOrder:
         records = self.window_records[window]
         return max(min(records * self.sources // WINDOW_RECORDS, records // PART_RECORDS), 1)
 
-    def take(self, start: int, samples: int) -> OrderedSamples:
+    def take_samples(self, start: int, samples: int) -> OrderedSamples:
         """Return the samples from position `start` on: at most `samples`, at least one, and all from one part."""
-        part = self.part(start)
+        part = self.part_at(start)
         first = start - part.first
         if self.text:
             sample = int(np.searchsorted(part.sample_ends, first, side="right"))
@@ -139,7 +139,7 @@ class EpochOrder:
         records = ordinals - (shard_ends - self.counts[shards])[slot]
         return OrderedSamples(ends + part.first, shards[slot], records, part.lengths[taken])
 
-    def part(self, position: int) -> WindowPart:
+    def part_at(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees the memory of the old part first
@@ -168,7 +168,7 @@ class EpochOrder:
             for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
                 chosen.append(shard_ordinals - shard_start)
             lengths = self.look(shards.tolist(), chosen)[0][part.order]
-        return window_part(window_start + part.first, part.ascending[part.order], lengths, NO_RECORDS)
+        return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_RECORDS)
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""
@@ -193,12 +193,16 @@ class EpochOrder:
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
         order, sample_ends = arrange_text_by_rooms(tokens, follows, self.text, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
-        return window_part(begin, order + skipped[order], lengths[order], sample_ends)
+        return make_compact_window_part(begin, order + skipped[order], lengths[order], sample_ends)
 
 
-def window_part(first: int, ordinals: np.ndarray, lengths: np.ndarray, sample_ends: np.ndarray) -> WindowPart:
-    """Return the part, with its arrays converted to 32 bits."""
-    return WindowPart(first, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32))
+def make_compact_window_part(
+    first_position: int, ordinals: np.ndarray, lengths: np.ndarray, sample_ends: np.ndarray
+) -> WindowPart:
+    """Return the part, with its arrays converted to 32 bits. The arguments are the fields of WindowPart."""
+    return WindowPart(
+        first_position, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32)
+    )
 
 
 def arrange_text_by_rooms(

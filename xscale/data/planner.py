@@ -160,7 +160,7 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
                 if (source, shard) not in requested:
                     requested.add((source, shard))
                     fetchers.submit(source.fetch, shard)  # the reader of the shard reports a failure
-            send(mixture.next_plan().parts([*connections]))
+            send(mixture.next_plan().parts_of_ranks([*connections]))
     except (UserError, OSError) as error:
         send([reportable_failure(error)] * len(connections))
     finally:

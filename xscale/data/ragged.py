@@ -21,10 +21,10 @@ class Ragged(NamedTuple):
         """Index in `values` of each list's first number."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def take(self, lists: np.ndarray) -> "Ragged":
+    def select_lists(self, numbers: np.ndarray) -> "Ragged":
         """Return the lists with these indices."""
-        lengths = self.lengths[lists]
-        places = np.repeat(self.starts[lists], lengths) + indices_within(lengths)
+        lengths = self.lengths[numbers]
+        places = np.repeat(self.starts[numbers], lengths) + indices_within(lengths)
         return Ragged(self.values[places], lengths)
 
     @classmethod

@@ -119,7 +119,7 @@ def join_segments(
     segment_numbers = indices_within(np.array(segment_counts, dtype=np.int64))
     words = None
     if sequences and sequences[0][0][0].words is not None:
-        words = word_numbers(sequences, starts, len(ids))
+        words = word_numbers_of_tokens(sequences, starts, len(ids))
     return Sequences(
         ids=np.array(ids, dtype=np.int64),
         lengths=lengths,
@@ -140,7 +140,7 @@ def choose_template(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTempla
     return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
 
 
-def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
+def word_numbers_of_tokens(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
     """Return the word number of each token within its sequence, as in Sequences.words [N]. segment_starts: see
     Sequences. tokens: N."""
     numbers = [NO_NUMBERS]
@@ -221,7 +221,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
     pieces = []
     start = 0
     while start < length:
-        end = find_cut(example.borders, start, room) if length - start > room else length
+        end = find_end_of_piece(example.borders, start, room) if length - start > room else length
         words = example.words
         if words is not None:
             words = (words[0].select_tokens(start, end),)
@@ -233,7 +233,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
     return pieces
 
 
-def find_cut(borders: Sequence[int], start: int, room: int) -> int:
+def find_end_of_piece(borders: Sequence[int], start: int, room: int) -> int:
     """Return the end of the piece of a text that begins at token `start`: the last border within `room` tokens, or if
     there is none, `start + room`. borders: see Example."""
     furthest = start + room

@@ -69,7 +69,7 @@ class Source:
         self.directory = Path(directory)
         self.remote = remote
         index, self.shards = read_index(self.directory)
-        self.fingerprint = fingerprint(index)
+        self.fingerprint = source_fingerprint(index)
         self.index = index | {"shards": []}
         """The content of index.json, with an empty list of shards to save memory."""
         self.layout: str = index["layout"]
@@ -121,7 +121,7 @@ class Source:
             )
         self.langs = langs
 
-    def keep_first(self, records: int) -> None:
+    def drop_all_but_first(self, records: int) -> None:
         """Remove all records of the source but the first `records`."""
         counts = np.clip(records - self.starts, 0, self.counts)
         self.counts = counts[counts > 0]
@@ -432,7 +432,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
             raise ValueError(f"{name} {index[name]!r} is not a {kind.__name__}")
-    check_languages(index["langs"])
+    check_language_names(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
         raise ValueError(f"kind {index['kind']!r} does not fit langs {index['langs']}")
     if index["layout"] not in LAYOUTS:
@@ -456,7 +456,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     return shards
 
 
-def check_languages(langs: list[str] | tuple[str, ...]) -> None:
+def check_language_names(langs: list[str] | tuple[str, ...]) -> None:
     """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
@@ -464,7 +464,7 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
         raise ValueError(f"langs {list(langs)} must be one language or two different languages")
 
 
-def fingerprint(index: dict[str, Any]) -> str:
+def source_fingerprint(index: dict[str, Any]) -> str:
     """Return a hash of a source's languages and of its shards in their order. It does not depend on the directory."""
     shards = [[shard["records"], shard["sha256"]] for shard in index["shards"]]
     content = [1, index["langs"], shards]
@@ -534,7 +534,7 @@ def keep_first_records(sources: list[Source], first: int | None) -> list[Source]
     taken: Counter[frozenset[str]] = Counter()
     for source in sources:
         pair = frozenset(source.langs)
-        source.keep_first(first - taken[pair])
+        source.drop_all_but_first(first - taken[pair])
         taken[pair] += source.records
     return [source for source in sources if source.records]
 

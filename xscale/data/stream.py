@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from xscale.data.scripts import choose_language_names, same_language
+from xscale.data.scripts import are_names_of_same_language, choose_language_names
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
@@ -81,7 +81,7 @@ def means_language(name: str, lang: str) -> bool:
     """Return True if a name means the language `lang`. A name whose second part has two or three small letters, such as
     en-de, means a pair. Regions have capitals, as in pt-BR."""
     is_pair = any(_CODE.fullmatch(part) for part in name.split("-")[1:])
-    return name == lang or (not is_pair and same_language(name, lang))
+    return name == lang or (not is_pair and are_names_of_same_language(name, lang))
 
 
 def languages_meant(name: str, langs: tuple[str, ...]) -> set[str]:
@@ -115,7 +115,7 @@ def absent_languages(languages: list[str] | None, sources: list[Source]) -> list
     return absent
 
 
-def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
+def check_data_languages(languages: list[str] | None, sources: list[Source]) -> None:
     """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
     absent = absent_languages(languages, sources)
     if absent:

@@ -12,7 +12,7 @@ import numpy as np
 
 from xscale.data.words import TokenWords, begins_with_unspaced_script, token_words
 from xscale.errors import UserError
-from xscale.files import may_exist, pointer_problem
+from xscale.files import exists_or_is_hub_name, pointer_problem
 
 
 class PairTemplate(NamedTuple):
@@ -41,7 +41,7 @@ def special_ids(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
+def check_special_tokens(path: str | Path, special: dict[str, Any], mask: str) -> None:
     """Raise UserError if a masked language model cannot be trained with these special ids. mask: the mask token."""
     missing = list[str]()
     same = list[str]()
@@ -119,7 +119,7 @@ class Tokenizer:
     """A fast tokenizer of Hugging Face, with the ids and the encodings that the data needs."""
 
     def __init__(self, path: str | Path):
-        if not may_exist(path):
+        if not exists_or_is_hub_name(path):
             raise UserError(
                 f"tokenizer {path} does not exist. Set model.tokenizer (or the flag --tokenizer) to the folder of "
                 "a Hugging Face tokenizer"
@@ -146,7 +146,7 @@ class Tokenizer:
                 "tokenizer to a tokenizer.json"
             )
         self.hf = tokenizer
-        check_special(path, special, tokenizer.mask_token)
+        check_special_tokens(path, special, tokenizer.mask_token)
         self.mask_id = special["mask"]
         self.pad_id = special["pad"]
         self.cls_id = special["cls"]

@@ -92,12 +92,12 @@ def segment(texts: list[str]) -> Segmented:
     own |= ~symbol & (latest(c == Class.OWN_MARK) > base)
     run = ~symbol & ~own & ((base_class == Class.LETTER) | (latest(c == Class.MARK) > base))
     inside = run | own | symbol
-    before_run, before_symbol, before_inside = _before(run), _before(symbol), _before(inside)
+    before_run, before_symbol, before_inside = _shift_right(run), _shift_right(symbol), _shift_right(inside)
     starts_of = {
         Class.LETTER: ~before_run,
         Class.MARK: ~before_inside,
         Class.OWN_MARK: before_run | ~before_inside,
-        Class.SYMBOL: ~(_before(c == Class.JOINER) & before_symbol),
+        Class.SYMBOL: ~(_shift_right(c == Class.JOINER) & before_symbol),
         Class.TONE: ~before_symbol,
     }
     """For each class, True at each place where a character of the class would begin a word or symbol."""
@@ -112,7 +112,7 @@ def segment(texts: list[str]) -> Segmented:
     return Segmented(chars, texts_of_words, np.delete(word_of, breaks), is_word)
 
 
-def _before(which: np.ndarray) -> np.ndarray:
+def _shift_right(which: np.ndarray) -> np.ndarray:
     """Return `which` moved by one place to the right, with False at the beginning."""
     return np.concatenate([[False], which[:-1]])
 
@@ -139,7 +139,7 @@ class TokenWords(NamedTuple):
             word_of_token=self.word_of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
-    def cut_points(self) -> list[int]:
+    def tokens_to_cut_before(self) -> list[int]:
         """Return the indices of the tokens before which the text can be cut without dividing a word, except 0."""
         tokens, words = len(self.word_of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
@@ -178,7 +178,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     """
     segmented = segment([*texts, "."])  # so that there is at least one symbol
     text_of = np.repeat(np.arange(len(counts)), counts)
-    tokens, words = _overlaps(segmented, spans + segmented.chars[text_of, None])
+    tokens, words = _pairs_of_token_and_word(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
     word_of_token = np.full(len(spans), -1)
     word_of_token[tokens[::-1]] = words[::-1]
@@ -192,7 +192,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     return list(map(TokenWords, words_of_tokens, overlapping, overlapped, is_word))
 
 
-def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pairs_of_token_and_word(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return all pairs of a token and a word to which the token belongs, in ascending order, as two arrays: the index
     of the token, and the number of the word. spans: first character and end of every token, over all texts [tokens,
     2]."""

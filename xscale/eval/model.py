@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from xscale import files
-from xscale.checkpoint.store import is_run
+from xscale.checkpoint.store import is_run_or_checkpoint
 from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals, resampled_scores
 from xscale.eval.sentence_files import read_pooling
-from xscale.models.build import longest_sequence, read_pretrained, xscale_field
+from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.recipe import DataConfig
 
@@ -28,7 +28,7 @@ class ExportedModel:
     """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU if there is one."""
 
     def __init__(self, path: Path):
-        if is_run(path):
+        if is_run_or_checkpoint(path):
             raise UserError(
                 f"--model {path} is a run of xscale. Export a checkpoint of the run first by `xscale export {path} "
                 "HF_DIR`"
@@ -60,7 +60,7 @@ class ExportedModel:
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
-        trained = xscale_field(lm.config, f"--model {path}")
+        trained = read_xscale_field(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each language id. Id 0 is the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)

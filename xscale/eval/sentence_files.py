@@ -50,7 +50,7 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
     init = recipe["model"]["init"]
     if init is None:
         return SentenceVectors("mean", "the default pooling, because no stream trained sentence vectors")
-    if checkpoints.is_run(Path(init)):
+    if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_vectors(run.identity["recipe"], layers=layers)
     return vectors_from_init(init, layers)

@@ -21,7 +21,7 @@ from xscale import rng
 from xscale.data.corpus import Corpus
 from xscale.data.scripts import find_spellings
 from xscale.errors import LOG, UserError
-from xscale.files import may_exist, pointer_problem
+from xscale.files import exists_or_is_hub_name, pointer_problem
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 from xscale.recipe import Recipe
@@ -77,7 +77,7 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
 
     field: the recipe field or flag that named `init`, for errors. dropout: replaces the dropout of the model's config.
     """
-    if not may_exist(init):
+    if not exists_or_is_hub_name(init):
         raise UserError(
             f"{field} {init} does not exist. Use a Hugging Face directory, a run of xscale or a model on the "
             "Hugging Face Hub"
@@ -105,7 +105,7 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
             f"{field} {init} has no weights for {len(absent)} parameters of the encoder, such as {absent[0]}: "
             "config.json and the weights belong to different models. Save or download the model again"
         )
-    xscale_field(lm.config, f"{field} {init}")
+    read_xscale_field(lm.config, f"{field} {init}")
     fill_neutral_row(lm)
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
@@ -187,10 +187,10 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
         vocab_size=corpus.tokenizer.vocab_size,
         pad_id=corpus.tokenizer.pad_id,
         languages=corpus.languages,
-        language_embeddings=recipe.any_stream("language_embeddings"),
-        reset_positions=recipe.any_stream("reset_positions"),
+        language_embeddings=recipe.any_stream_sets("language_embeddings"),
+        reset_positions=recipe.any_stream_sets("reset_positions"),
         segments=corpus.segments,
-        neutral_trained=recipe.shows_neutral(),
+        neutral_trained=recipe.has_neutral_sequences(),
         seed=recipe.train.seed,
         load=load,
     )
@@ -241,7 +241,7 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 def configured_dropout(init: str | Path | None) -> float:
     """Return the dropout of the hidden states that the config of `model.init` has, or 0.1 if it has none."""
-    config = _config_of(init) if init else None
+    config = _read_config(init) if init else None
     names = dropout_fields(getattr(config, "model_type", ""), 0.0)
     return float(getattr(config, next(iter(names)), 0.1))
 
@@ -250,17 +250,17 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
     """Return whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
+    return getattr(_read_config(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
         "language_embeddings"
     )
 
 
 def xscale_field_of_init(init: str | Path | None) -> dict[str, Any]:
-    """Return the `xscale_field` of `model.init`, or {} if `init` is None."""
-    return xscale_field(_config_of(init), f"model.init {init}") if init else {}
+    """Return the field `xscale` of the config of `model.init`, or {} if `init` is None."""
+    return read_xscale_field(_read_config(init), f"model.init {init}") if init else {}
 
 
-def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
+def read_xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     """Return the field `xscale` of a model's config, which build_encoder writes, or {} if there is none. model_name:
     the model's name for errors. Raises UserError if the field is damaged."""
     fields = getattr(config, "xscale", None) or {}
@@ -277,7 +277,7 @@ def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     return fields
 
 
-def _config_of(init: str | Path) -> Any:
+def _read_config(init: str | Path) -> Any:
     """Return the config, or None if it cannot be read. An error is reported later, when the weights are loaded."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)

@@ -34,7 +34,7 @@ class MomentumEncoder:
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
-    def _move(self) -> None:
+    def _move_masters_to_query(self) -> None:
         """Move the masters to the query encoder's device if needed. The check is worthwhile, because `Module.to` always
         takes milliseconds."""
         device = self._query_parameter().device
@@ -44,7 +44,7 @@ class MomentumEncoder:
     def key_modules(self, dropout: bool) -> tuple[Encoder, nn.Module]:
         """Return the key encoder and its projection in the query encoder's data type, in training mode if `dropout`."""
         query = self._query_parameter()
-        self._move()
+        self._move_masters_to_query()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
@@ -60,7 +60,7 @@ class MomentumEncoder:
         """Update the masters as a moving average of the query encoder's weights: masters = momentum * masters + (1 -
         momentum) * query. Call it after each optimizer step that
         changed these weights. Only parameters are averaged: buffers are constants in all supported models."""
-        self._move()
+        self._move_masters_to_query()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())
         if query[0].dtype != masters[0].dtype:
@@ -68,9 +68,9 @@ class MomentumEncoder:
             torch._foreach_copy_(wide, query)
             query = wide
         torch._foreach_lerp_(masters, query, 1 - momentum)
-        self._refresh()
+        self._copy_masters_to_cast()
 
-    def _refresh(self) -> None:
+    def _copy_masters_to_cast(self) -> None:
         if self._cast is not None:
             torch._foreach_copy_(list(self._cast.parameters()), list(self.masters.parameters()))
 
@@ -80,7 +80,7 @@ class MomentumEncoder:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.masters.load_state_dict(state)
-        self._refresh()
+        self._copy_masters_to_cast()
 
 
 class Queue:
@@ -101,7 +101,7 @@ class Queue:
         return self.ring_KD[: self.filled]
 
     @property
-    def texts(self) -> Tensor:
+    def text_hashes(self) -> Tensor:
         """Return the text hashes [filled, 2] of `keys`."""
         return self.texts_K2[: self.filled]
 

@@ -63,8 +63,8 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
             "also uses words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
-    source = source.take(picked)
-    target = target.take(picked)
+    source = source.select_lists(picked)
+    target = target.select_lists(picked)
     ids = np.concatenate([source.values, target.values])
     starts = np.concatenate([source.starts, target.starts + len(source.values)])
     return replace(

@@ -84,13 +84,13 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     layout = []
     for p, side in enumerate(first_sides(pairs, options.shuffle_sides)):
         layout.append([2 * p + side, 2 * p + 1 - side])
-    sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
+    sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked = stream_batch.states["masked"]
     words = links.parse_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
     A = links.token_links(words.links, tokens)
-    linked, partners = links.linked_states(A, masked.columns, len(sequences.ids))
+    linked, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]
     group_of_target = {}
     if context.language_groups:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from xscale.data import links
 from xscale.data.packed_row import Row
-from xscale.data.scripts import same_language
+from xscale.data.scripts import are_names_of_same_language
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.errors import UserError
@@ -90,13 +90,13 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         anchors.append([2 * p + side])
         others.append([2 * p + 1 - side])
     layout = anchors + others
-    sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
+    sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
     words = links.parse_links(pairs, across=True)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
     single_links = one_to_one_links(words.links)
     connects_words = words.is_word[single_links].all(axis=1)
     first, second = links.token_links(single_links[connects_words], last).T
-    alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
+    alone = join_segments(context.tokenizer, links.segments_of_layout(pairs, anchors), context.language_ids)
     anchor_tokens = Gather.single(np.flatnonzero(~context.tokenizer.is_special[alone.ids]))
     is_special = context.tokenizer.is_special[sequences.ids]
     return StreamBatch(
@@ -118,7 +118,7 @@ def one_to_one_links(links_K2: np.ndarray) -> np.ndarray:
 def _anchor_side(pair: Example, anchor: str | None) -> int:
     if anchor is None:
         return 0
-    sides = [side for side, lang in enumerate(pair.langs) if same_language(lang, anchor)]
+    sides = [side for side, lang in enumerate(pair.langs) if are_names_of_same_language(lang, anchor)]
     if not sides:
         raise UserError(
             f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, and no text in the anchor language "

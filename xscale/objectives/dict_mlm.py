@@ -70,7 +70,7 @@ class Translations(NamedTuple):
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
     sequences = mlm.join_samples(samples, context)
-    stream_batch = mlm.mask_sequences(sequences, len(samples), options, context)
+    stream_batch = mlm.make_masked_batch(sequences, len(samples), options, context)
     masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]
     translations = translate_targets(sequences, masked, options, context)

@@ -38,7 +38,7 @@ class MaskedOptions:
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
-    return mask_sequences(join_samples(samples, context), len(samples), options, context)
+    return make_masked_batch(join_samples(samples, context), len(samples), options, context)
 
 
 def join_samples(samples: list[list[Example]], context: CollateContext) -> Sequences:
@@ -50,7 +50,10 @@ def join_samples(samples: list[list[Example]], context: CollateContext) -> Seque
     return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def mask_sequences(sequences: Sequences, samples: int, options: MaskedOptions, context: CollateContext) -> StreamBatch:
+def make_masked_batch(
+    sequences: Sequences, sample_count: int, options: MaskedOptions, context: CollateContext
+) -> StreamBatch:
+    """Return the stream batch of masked sequences. sample_count: the number of samples that form the sequences."""
     return masked_lm(
         sequences,
         context,
@@ -58,7 +61,7 @@ def mask_sequences(sequences: Sequences, samples: int, options: MaskedOptions, c
         whole_word=options.whole_word,
         types="languages" if options.language_embeddings else None,
         neutral=options.language_dropout,
-        samples=samples,
+        samples=sample_count,
     )
 
 

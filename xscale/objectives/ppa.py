@@ -226,12 +226,12 @@ class Projection(nn.Module):
 
     def forward(self, x_BH: Tensor) -> Tensor:
         """Return z [B, D], in fp32 or wider."""
-        h_BH = F.normalize(_wide(x_BH), dim=-1)
-        z_BD = _wide(self.w2(F.relu(self.w1(h_BH.to(x_BH.dtype)))))
+        h_BH = F.normalize(_in_fp32_or_wider(x_BH), dim=-1)
+        z_BD = _in_fp32_or_wider(self.w2(F.relu(self.w1(h_BH.to(x_BH.dtype)))))
         return F.normalize(z_BD, dim=-1) if self.normalize else z_BD
 
 
-def _wide(x: Tensor) -> Tensor:
+def _in_fp32_or_wider(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -248,7 +248,7 @@ class Moco:
         latter."""
         self.step_keys: tuple[Tensor, Tensor] | None = None
         """The keys [N, D] of the current step on all ranks, and their text hashes [N, 2], in the order of the samples;
-        None before `gather`."""
+        None before `gather_new_vectors`."""
         self._rows: list[Tensor] = []
         """For each packed row: its keys [B, D], and the bits of their samples' positions and text hashes."""
 
@@ -266,10 +266,10 @@ class Moco:
             self._rows.append(torch.cat([z_BD, torch.cat([position_B1, texts_B2], 1).view(z_BD.dtype)], 1))
         return z_BD
 
-    def gather(self, counts: list[int] | None) -> None:
+    def gather_new_vectors(self, vector_counts: list[int] | None) -> None:
         if not self._rows:
             return
-        rows, _ = gather_rank_rows(torch.cat(self._rows), counts)
+        rows, _ = gather_rank_rows(torch.cat(self._rows), vector_counts)
         self._rows.clear()
         width = self.queue.ring_KD.shape[1]
         position_and_texts_N3 = rows[:, width:].contiguous().view(torch.int64)
@@ -283,7 +283,7 @@ class Moco:
         self.step += 1
 
     def _enqueue(self, step: int) -> None:
-        self.gather(None)
+        self.gather_new_vectors(None)
         if self.step_keys:
             keys_ND, texts_N2 = self.step_keys
             self.queue.push(keys_ND, step, texts_N2)
@@ -312,19 +312,20 @@ def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Te
         predictions.append(Prediction(options.word_term, parts.encoder.features(states["masked"])))
     if not options.moco_weight:
         return Losses(predictions)
-    loss, metrics = contrast(parts, states, arrays["texts"], options)
+    loss, metrics = moco_loss(parts, states, arrays["texts"], options)
     return Losses(predictions, {"moco": loss}, {name: (value, "moco") for name, value in metrics.items()})
 
 
-def contrast(
+def moco_loss(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs; metrics among the step's keys only after `Moco.gather`."""
+    """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are left out before
+    `Moco.gather_new_vectors`."""
     moco: Moco = parts.auxiliary_state
     zq_BD = parts.heads(states["query"])
     zk_BD = states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
-    own_BK = have_common_text(texts_B2, moco.queue.texts)
+    own_BK = have_common_text(texts_B2, moco.queue.text_hashes)
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)

@@ -66,7 +66,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
     """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
     first."""
     recipes = loader.recipe.schedule
-    calibrations = loader.calibration.schedule(recipes.ends).values
+    calibrations = loader.calibration.by_step(recipes.ends).values
     lines = list[str]()
     for recipe, streams, calibration in zip(recipes.values, loader.corpus.streams.values, calibrations, strict=True):
         length = recipe.data.max_length

@@ -86,7 +86,7 @@ class Trainer:
             started = time.monotonic()
             number = self.done + 1
             self.context.watch.begin_step(number)
-            step = self.synchronizer.next(batches)
+            step = self.synchronizer.next_step(batches)
             if step is None:
                 self.save(must_succeed=True)
                 LOG.info(
@@ -135,14 +135,14 @@ class Trainer:
                 vector_counts=counts.auxiliary,
             )
         except NotFinite as error:  # all ranks raise it under fp16
-            self.metrics.end_without_scale(number, error, step.batch)
+            self.metrics.raise_no_smaller_scale(number, error, step.batch)
         numbers: dict[str, Any] = {
             "grad_norm": engine.get_global_grad_norm(),
             "lr": result.lr,
             "skipped": engine.skipped_steps - skipped,
             "tokens": counts.cost["tokens"],
             "samples": counts.samples,
-            "too_long": counts.too_long(),
+            "too_long": counts.too_long_pairs(),
             "data_wait_s": self.synchronizer.read_s,
         }
         if engine.fp16_enabled():
@@ -168,7 +168,7 @@ class Trainer:
             "state": self.positions,
             "sources": describe_sources_read(self.positions, loader.streams, loader.corpus.sources),
             "calibration": loader.calibration.to_dict(),
-            "engine": self.config.saved(),
+            "engine": self.config.settings_in_checkpoint(),
         }
         self.manager.save(self.done, manifest, good=not self.metrics.skipped_in_a_row, must_succeed=must_succeed)
 

@@ -118,7 +118,7 @@ def _null_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Board:
+class TensorBoardWriter:
     """Writes metrics for TensorBoard, in addition to metrics.jsonl. After the first error, it writes nothing more."""
 
     def __init__(self, folder: Path | None, after_step: int):
@@ -158,12 +158,12 @@ class UnreportedStep(NamedTuple):
     numbers: dict[str, Any]
     """The step's other metrics: numbers or tensors."""
 
-    def entry(self, sums_K: list[float], language_counts: list[float], recipe: Recipe) -> dict[str, Any]:
+    def metrics_line(self, sums_K: list[float], language_counts: list[float], recipe: Recipe) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. sums_K: the sums of `result`, and language_counts: the counts of
         `batch`, both over all ranks. recipe: the recipe of the run."""
         recipe = recipe.at(self.step - 1)
         sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
-        counts = dict(zip(self.batch.language_counts(), map(int, language_counts), strict=True))
+        counts = dict(zip(self.batch.counts_with_languages(), map(int, language_counts), strict=True))
         metrics = stream_metrics(sums, self.targets, recipe)
         loss = 0.0
         for stream in recipe.streams:
@@ -177,7 +177,7 @@ class UnreportedStep(NamedTuple):
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
-def pace_metrics(seconds_R: list[float]) -> dict[str, float]:
+def slowest_rank_metrics(seconds_R: list[float]) -> dict[str, float]:
     """Return the slowest rank, and the ratio of its time to the median of all ranks.
 
     seconds_R: each rank's own seconds of a step. They include the wait for records and the forward and backward passes,
@@ -201,7 +201,7 @@ class RunMetrics:
         self.is_main = context.process.is_main
         out = context.out
         self.lines = JsonLines(out / "metrics.jsonl" if self.is_main else None, done)
-        self.board = Board(out / "tb" if self.is_main else None, done)
+        self.board = TensorBoardWriter(out / "tb" if self.is_main else None, done)
         self.trace = JsonLines(out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None, done)
         self.done = done
         self.started = time.monotonic()
@@ -232,7 +232,7 @@ class RunMetrics:
 
     def after_step(self, number: int, batch: StepBatch, flush: bool) -> None:
         """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
-        for stream, keys in batch.keys().items() if self.trace.file else ():
+        for stream, keys in batch.record_keys().items() if self.trace.file else ():
             self.trace.write({"step": number, "stream": stream, "keys": keys})
         if flush:
             self.flush()
@@ -249,19 +249,19 @@ class RunMetrics:
         seconds = 0.0
         for step in steps:
             sums_K = step.result.sums.values_K
-            vectors += [sums_K, torch.tensor(list(step.batch.language_counts().values())).to(sums_K)]
-            seconds += step.numbers["data_wait_s"] + step.result.passes_s()
+            vectors += [sums_K, torch.tensor(list(step.batch.counts_with_languages().values())).to(sums_K)]
+            seconds += step.numbers["data_wait_s"] + step.result.seconds_of_passes()
         seconds_R = vectors[0].new_zeros(self.context.process.world)
         seconds_R[self.context.process.rank] = seconds / len(steps)
         vectors.append(seconds_R)
         together = torch.cat(vectors)
         dist.all_reduce(together)
         *summed, seconds_R = together.cpu().split([len(vector) for vector in vectors])
-        pace = pace_metrics(seconds_R.tolist())
+        pace = slowest_rank_metrics(seconds_R.tolist())
         entries = list[dict[str, Any]]()
         for number, step in enumerate(steps):
             sums = summed[2 * number].tolist()
-            entries.append(step.entry(sums, summed[2 * number + 1].tolist(), self.recipe) | pace)
+            entries.append(step.metrics_line(sums, summed[2 * number + 1].tolist(), self.recipe) | pace)
         for entry in entries:
             self.lines.write(entry)
             self.log_progress(entry)
@@ -282,25 +282,25 @@ class RunMetrics:
         streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
         if streams:
-            self.end_run(entry["step"], f"the loss of {', '.join(streams)}", batch, finite)
+            self.raise_not_finite(entry["step"], f"the loss of {', '.join(streams)}", batch, finite)
         if not math.isfinite(norm):
-            self.end_run(entry["step"], f"the norm of the gradient ({norm:g})", batch, finite)
+            self.raise_not_finite(entry["step"], f"the norm of the gradient ({norm:g})", batch, finite)
         if in_a_row:
             scale = entry.get("loss_scale")
             what = f"the fp16 gradient of {in_a_row} consecutive steps (loss scale {scale:g})"
-            self.end_run(entry["step"], what, batch, finite)
+            self.raise_not_finite(entry["step"], what, batch, finite)
 
-    def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
+    def raise_no_smaller_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
         """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
         self.flush()
         self.skipped_in_a_row += 1
-        self.end_run(number, f"the gradient ({error})", batch, finite=True)
+        self.raise_not_finite(number, f"the gradient ({error})", batch, finite=True)
 
-    def end_run(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+    def raise_not_finite(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
         whether this rank's losses are finite."""
         path = self.context.out / NOT_FINITE
-        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.keys()}
+        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys()}
         lines = list[str]()
         for records in self.context.host_group.gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")

@@ -48,7 +48,7 @@ def resolve_run(
 
 def initial_directory(init: str | None) -> str | Path | None:
     """Return model.init, or if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
-    if init and checkpoints.is_run(Path(init)):
+    if init and checkpoints.is_run_or_checkpoint(Path(init)):
         return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
     return init
 

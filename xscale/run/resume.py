@@ -85,7 +85,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
-        checkpoint = verify_checkpoint(find_parent(args.fork), "--fork", host_group)
+        checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", host_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change the fields below. Use the values of the forked run, or start a "
@@ -125,7 +125,7 @@ def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpo
 
 def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
-    changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.saved())
+    changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.settings_in_checkpoint())
     if changed:
         raise UserError(
             f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
@@ -142,8 +142,8 @@ def resume_calibration(
     checkpoint, they measure everything."""
     if checkpoint is None:
         return calibrate(recipe, corpus, host_group)
-    before = fingerprints(checkpoint.identity)
-    now = fingerprints(corpus.identity())
+    before = source_fingerprints(checkpoint.identity)
+    now = source_fingerprints(corpus.identity())
     saved = Calibration.from_dict(checkpoint.calibration)
     if before == now:
         return saved
@@ -153,7 +153,7 @@ def resume_calibration(
     return replace(saved, lines=[line_of[source] for source in now])
 
 
-def fingerprints(identity: dict[str, Any]) -> list[str]:
+def source_fingerprints(identity: dict[str, Any]) -> list[str]:
     """Return the fingerprints of the sources in the identity of a run."""
     return [source["fingerprint"] for source in identity["data"]]
 
@@ -181,7 +181,7 @@ def began_at_checkpoint(out: Path, fork: str) -> bool:
     return False
 
 
-def find_parent(fork: str) -> Path:
+def find_fork_checkpoint(fork: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no such checkpoint."""
     path = checkpoint_path(fork)
     complete = checkpoints.list_checkpoints(path.parent)
@@ -233,8 +233,8 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
     A source that the other run had keeps its position and its order. If a stream has lost a source, it is unknown which
     position belongs to which of its sources, and all of them begin a new epoch.
     """
-    before = fingerprints(checkpoint.identity)
-    now = fingerprints(corpus.identity())
+    before = source_fingerprints(checkpoint.identity)
+    now = source_fingerprints(corpus.identity())
     if before == now:
         return checkpoint
     check_fork_corpus(checkpoint, recipe, corpus)
@@ -265,7 +265,7 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
             "so other data would change which records of the old data are read. Use the same --data, or start a "
             f"new run from the weights by --set model.init={checkpoint.path}"
         )
-    if not recipe.any_stream("language_embeddings"):
+    if not recipe.any_stream_sets("language_embeddings"):
         return
     _, *trained = xscale_field_of_init(checkpoint.path / checkpoints.HF)["languages"]
     if trained != corpus.languages:

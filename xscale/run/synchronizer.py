@@ -47,7 +47,7 @@ class GlobalCounts(NamedTuple):
     auxiliary: Mapping[str, list[int]] = {}
     """Stream -> the number of vectors that each rank computes for the auxiliary state."""
 
-    def too_long(self) -> int:
+    def too_long_pairs(self) -> int:
         """Return the number of pairs longer than data.max_length."""
         return sum(count for key, count in self.targets.items() if key.name == "too_long")
 
@@ -84,7 +84,7 @@ class StepSynchronizer:
         self.steps = steps
         self.ahead = steps_ahead(context.process.world)
         self.read_s = 0.0
-        """The seconds for which the last call of `next` waited for records."""
+        """The seconds for which the last call of `next_step` waited for records."""
         self.length = 0
         """The length of a message; 0 before the first one."""
         self.pending: deque[AnnouncedStep] = deque()
@@ -92,7 +92,7 @@ class StepSynchronizer:
         self.error: Exception | None = None
         """The error after which this rank reads no more records."""
 
-    def next(self, batches: Iterator[StepBatch]) -> AgreedStep | None:
+    def next_step(self, batches: Iterator[StepBatch]) -> AgreedStep | None:
         """Announce the steps that are due, and return the one that begins now; None: a rank was asked to stop. If a
         rank cannot read the step, all ranks raise an error. `batches` is an argument instead of an attribute, because
         in a reference cycle the garbage collector would wait for its worker processes."""
@@ -138,7 +138,9 @@ class StepSynchronizer:
             auxiliary[stream] = [0] * self.context.process.world
             auxiliary[stream][self.context.process.rank] = vectors
         flush = self.context.process.is_main and self.metrics.wants_flush()
-        counts = GlobalCounts(batch.targets(), batch.cost(), batch.samples(), int(flush), auxiliary)
+        counts = GlobalCounts(
+            batch.counts_without_languages(), batch.cost(), batch.sample_count(), int(flush), auxiliary
+        )
         numbers, form = tree_flatten(counts)
         self.length = 2 + len(numbers)
         return AnnouncedStep(batch, form, host_group.begin_sum([0, int(bool(self.context.stop)), *numbers]))
@@ -150,8 +152,8 @@ def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no tokens to predict; {counts.too_long():,} of its pairs are longer than data.max_length "
-        f"{data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, "
+        f"step {step} has no tokens to predict; {counts.too_long_pairs():,} of its pairs are longer than "
+        f"data.max_length {data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, "
         "data.overlong=truncate, or more samples per step"
     )
 

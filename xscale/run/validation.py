@@ -51,10 +51,10 @@ class Validation:
         """The path TASK/ROW/NUMBER of the number by which the best checkpoint is chosen, or an empty string."""
         if self.best and path:
             for _, entry in files.entries_from_end(path):
-                self.note_number(entry["step"], entry.get("results") or {})
+                self.note_best_number(entry["step"], entry.get("results") or {})
             self.name_best_checkpoint()
 
-    def note_number(self, step: int, results: dict[str, Any]) -> None:
+    def note_best_number(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
         task, row, name = self.best.split("/", 2)
         number = results.get(task, {}).get(row, {}).get(name)
@@ -92,7 +92,7 @@ class Validation:
         for name, task in self.tasks.items():
             results[name] = task()
         if self.lines.file:
-            self.report(step, results, time.monotonic() - started)
+            self.report_results(step, results, time.monotonic() - started)
         return bool(self.best) and self.context.host_group.from_main(lambda: self.becomes_best(step, results))
 
     def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
@@ -100,11 +100,11 @@ class Validation:
         Raises UserError if the results lack the number."""
         find_number(results, self.best)
         best = self.best_checkpoint()
-        self.note_number(step, results)
+        self.note_best_number(step, results)
         least = -math.inf if best is None else self.goodness[checkpoints.step_from_name(best)]
         return self.goodness.get(step, -math.inf) > least
 
-    def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
+    def report_results(self, step: int, results: dict[str, Results], seconds: float) -> None:
         """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
         line = {"step": step, "results": results, "intervals": intervals(results), "seconds": round(seconds, 3)}
         self.lines.write(line)

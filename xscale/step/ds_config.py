@@ -76,7 +76,7 @@ class Hardware:
         return precision == "fp32" or bool(getattr(self, precision))
 
     @classmethod
-    def here(cls) -> "Hardware":
+    def of_this_machine(cls) -> "Hardware":
         """Return this process's device. Raises UserError for a PyTorch that is built for ROCm."""
         from deepspeed.accelerator import get_accelerator
 
@@ -101,7 +101,7 @@ class EngineConfig:
     notes: list[str]
     """The lines to print about the precision."""
 
-    def saved(self) -> dict[str, Any]:
+    def settings_in_checkpoint(self) -> dict[str, Any]:
         """Return the settings that a checkpoint records. On a resume, DeepSpeed restores them from the checkpoint and
         ignores those of the ds_config."""
         optimizer = self.resolved["optimizer"]

@@ -30,7 +30,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     """
     import deepspeed
 
-    private.pickle_stage_plainly()
+    private.register_plain_zero_stage_pickling()
     check_stage_3(module, zero_stage(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
@@ -45,7 +45,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed refuses the configuration: {error}") from error
     private.check_overflow_by_norm(engine)
-    private.zero_padding(engine)
+    private.set_stage_3_padding_to_zero(engine)
     if encoder := getattr(module, "encoder", None):
         register_weights_read_directly(engine, encoder.lm.get_output_embeddings().parameters())
     return engine
@@ -88,7 +88,10 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            LOG.info(f"loading DeepSpeed's Adam from {directory}; if it is not there yet, compiling it takes minutes")
+            LOG.info(
+                f"loading DeepSpeed's Adam from {directory}; at the first start, DeepSpeed compiles Adam, which "
+                "takes minutes"
+            )
             private.compile_operator(builder)
     except Exception as error:
         raise UserError(

@@ -133,7 +133,7 @@ class StepModule(nn.Module):
             predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest)
             loss = loss + predicted
             sums = sums_of_predictions + sums
-        return loss, Sums.join(sums, like=loss.detach())
+        return loss, Sums.join_as_fp64(sums, like=loss.detach())
 
     def predict_tokens(
         self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest: float

@@ -21,7 +21,7 @@ from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import Recipe
 from xscale.step.module import States, StepModule, Weights, encoder_states
 from xscale.step.sums import Sums
-from xscale.step.zero import one_reduction, take_step
+from xscale.step.zero import one_reduction, update_weights_if_finite
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepResult:
     end: Any
     """The time at which the passes ended, before the reduction."""
 
-    def passes_s(self) -> float:
+    def seconds_of_passes(self) -> float:
         """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
         if isinstance(self.begin, float):
             return self.end - self.begin
@@ -51,10 +51,10 @@ Seed = tuple[str | int, ...]
 """The seed of everything random about a row."""
 
 
-def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
+def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
     """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the sums of the row.
 
-    row: a row on the device. shared: the row's element of what `shared_states` returns. Every pass with the
+    row: a row on the device. shared: the row's element of what `states_shared_by_rows` returns. Every pass with the
     same seed draws the same dropout masks.
 
     Weights of 1 / targets may be below what fp16 can represent. The head therefore gets weights of at most 1, in which
@@ -97,7 +97,7 @@ def optimizer_step(
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
-    shared = shared_states(engine.module, rows, seeds, vector_counts)
+    shared = states_shared_by_rows(engine.module, rows, seeds, vector_counts)
     norms = dict[str, Tensor]()
     if measure:
         norms = gradient_norms(engine, rows, shared, weights, seeds)
@@ -106,18 +106,18 @@ def optimizer_step(
     begin = device_time(engine.device)
     with one_reduction(engine):
         for row, states, seed in zip(rows, shared, seeds, strict=True):
-            loss, sums = run_row(engine, row, states, undo_mean, seed)
+            loss, sums = compute_row_loss(engine, row, states, undo_mean, seed)
             sums_of_rows.append(sums)
             engine.backward(loss)
         end = device_time(engine.device)
-    applied = take_step(engine)
+    applied = update_weights_if_finite(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied)
-    return StepResult(Sums.total(sums_of_rows), norms, lr, begin, end)
+    return StepResult(Sums.add_rows(sums_of_rows), norms, lr, begin, end)
 
 
 @torch.no_grad()
-def measure_rows(
+def sum_losses_of_rows(
     engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> Sums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
@@ -133,11 +133,11 @@ def measure_rows(
         rows = [row.to(engine.device) for row in rows]
         seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
         sums_of_rows = list[Sums]()
-        for row, states, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
+        for row, states, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):
             note()
-            _, sums = run_row(module, row, states, weights, seed)
+            _, sums = compute_row_loss(module, row, states, weights, seed)
             sums_of_rows.append(sums)
-        return Sums.total(sums_of_rows)
+        return Sums.add_rows(sums_of_rows)
     finally:
         module.train()
 
@@ -159,7 +159,7 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     """
     shared: list[States] = [{} for _ in rows]
     max_tokens = max(len(row.tokens.input_ids) for row in rows)
-    for group in group_rows([row.cost["auxiliary_tokens"] for row in rows], max_tokens):
+    for group in group_rows_by_tokens([row.cost["auxiliary_tokens"] for row in rows], max_tokens):
         torch.manual_seed(rng.torch_seed("beside", *seeds[group[0]]))  # this string is part of the seed and must stay
         for stream in rows[0].auxiliary:
             joined = Row.concat_auxiliary([rows[number].auxiliary[stream] for number in group])
@@ -172,7 +172,7 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     return shared
 
 
-def group_rows(tokens: list[int], max_tokens: int) -> list[list[int]]:
+def group_rows_by_tokens(tokens: list[int], max_tokens: int) -> list[list[int]]:
     """Return the numbers of the rows in groups of consecutive rows that have at most max_tokens tokens together. A
     longer row is a group by itself. tokens: the number of tokens of each row, at least one row."""
     groups: list[list[int]] = [[0]]
@@ -186,7 +186,7 @@ def group_rows(tokens: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def shared_states(
+def states_shared_by_rows(
     module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts: Mapping[str, list[int]] = {}
 ) -> list[States]:
     """Return for each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
@@ -200,7 +200,7 @@ def shared_states(
     shared = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
-            auxiliary_state.gather(vector_counts.get(stream))
+            auxiliary_state.gather_new_vectors(vector_counts.get(stream))
     streams = module.streams_with_vectors()
     if not streams:
         return shared
@@ -272,7 +272,7 @@ def gradient_norms(
         alone |= {key: weight for key, weight in weights.items() if key.stream == stream}
         total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
         for row, states, seed in zip(rows, shared, seeds, strict=True):
-            loss, _ = run_row(engine.module, row, states, alone, seed)
+            loss, _ = compute_row_loss(engine.module, row, states, alone, seed)
             gradients = torch.autograd.grad(loss * scale, parameters, materialize_grads=True)
             total += torch.cat([gradient.flatten() for gradient in gradients])
             del gradients

@@ -22,7 +22,7 @@ class Sums:
     values_K: Tensor
 
     @staticmethod
-    def join(parts: list["Sums"], like: Tensor) -> "Sums":
+    def join_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
         """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
         keys = list[MetricKey]()
         values = [like.new_zeros(0)]
@@ -32,7 +32,7 @@ class Sums:
         return Sums(keys, torch.cat(values).double())
 
     @staticmethod
-    def total(rows: list["Sums"]) -> "Sums":
+    def add_rows(rows: list["Sums"]) -> "Sums":
         """Return the sums over several rows, which have the same keys."""
         total_K = rows[0].values_K
         for row in rows[1:]:

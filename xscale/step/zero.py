@@ -89,7 +89,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
     with passes:
         try:
             yield
-            give_zeros(engine)
+            give_zero_gradients_to_unused_weights(engine)
         except BaseException:
             # coalesce_grad_reduction reduces after an exception, too. Without gradients there is nothing to reduce, so
             # that no collective waits for ranks that are elsewhere, and the exception reaches the caller.
@@ -101,7 +101,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
         engine.allreduce_gradients()
 
 
-def take_step(engine: Any) -> bool:
+def update_weights_if_finite(engine: Any) -> bool:
     """Update the weights unless the reduced gradient is not finite. Returns True if the weights have changed.
 
     At stages 1 to 3, DeepSpeed checks the gradient; at stage 0, this function does. Raises NotFinite if fp16 has no
@@ -124,7 +124,7 @@ def take_step(engine: Any) -> bool:
     return engine.skipped_steps == skipped
 
 
-def give_zeros(engine: Any) -> None:
+def give_zero_gradients_to_unused_weights(engine: Any) -> None:
     """Give a gradient of zeros to every trainable weight that no pass of this rank has used.
 
     Without these zeros, a weight that only some ranks use makes the ranks' gradient buckets differ; a weight that no
