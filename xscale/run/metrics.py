@@ -276,18 +276,19 @@ class RunMetrics:
         MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. finite: whether this rank's own losses
         are finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if entry["skipped"] else 0
-        in_a_row = self.skipped_in_a_row
-        if self.fp16 and 0 < in_a_row < MOST_SKIPPED:
+        if self.fp16 and 0 < self.skipped_in_a_row < MOST_SKIPPED:
             return
         streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
+        what = ""
         if streams:
-            self.raise_not_finite(entry["step"], f"the loss of {', '.join(streams)}", batch, finite)
-        if not math.isfinite(norm):
-            self.raise_not_finite(entry["step"], f"the norm of the gradient ({norm:g})", batch, finite)
-        if in_a_row:
+            what = f"the loss of {', '.join(streams)}"
+        elif not math.isfinite(norm):
+            what = f"the norm of the gradient ({norm:g})"
+        elif self.skipped_in_a_row:
             scale = entry.get("loss_scale")
-            what = f"the fp16 gradient of {in_a_row} consecutive steps (loss scale {scale:g})"
+            what = f"the fp16 gradient of {self.skipped_in_a_row} consecutive steps (loss scale {scale:g})"
+        if what:
             self.raise_not_finite(entry["step"], what, batch, finite)
 
     def raise_no_smaller_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
