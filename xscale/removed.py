@@ -12,7 +12,7 @@ FLAGS: dict[str, str] = {
     "tokenizer --coverage": "use a larger --vocab_size, which has room for more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
     "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries have unknown tokens",
-    "index --links_count": "set segmentation to {'name': 'whitespace'} in index.json, then run `xscale data index`",
+    "index --links_count": 'let `xscale data index` write index.json, set its segmentation to {"name": "whitespace"}',
     "lexicon --min_length": "remove short words from the file first, for example by `awk 'length($1) > 1'`",
     "report --watch": "`tensorboard --logdir runs` shows the curves of runs while they train",
     "report --png": "save the pictures of the page, which are SVG, from a browser",
