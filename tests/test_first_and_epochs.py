@@ -97,7 +97,7 @@ def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
     whole, cut = (loader_of(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
     other = loader_of(texts, demo, "tlm", "data.first=151")
     assert launch.identity(whole) != launch.identity(cut) != launch.identity(other)
-    assert [loader.streams[0].records(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
+    assert [loader.streams[0].record_count(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
 
 
 def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, shard_records: Callable) -> None:

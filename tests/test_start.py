@@ -45,7 +45,7 @@ class Threads(HostGroup):
         self.barrier_of.wait(30)
         return found
 
-    def from_main(self, make: Any) -> Any:
+    def value_from_main(self, make: Any) -> Any:
         return raise_if_error(self.gather(value_or_error(make) if self.is_main else None)[0])
 
 

@@ -339,7 +339,7 @@ Fragment = tuple[nn.Parameter, int, int, int]
 flat tensor."""
 
 
-def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
+def partitions_and_fragments(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
     """Yield each tensor that this rank's optimizer updates, and the fragments in it. At stage 0 the tensors are the
     weights, at stages 1 to 3 flat tensors."""
     optimizer = engine.optimizer
@@ -377,7 +377,7 @@ def set_stage_3_padding_to_zero(engine: Any) -> None:
     """Set the padding of stage 3's partitions to zero. DeepSpeed saves this uninitialised memory, so that two equal
     runs could write different checkpoints."""
     if engine.zero_optimization_stage() == 3:
-        for flat, fragments in partitions(engine):
+        for flat, fragments in partitions_and_fragments(engine):
             padding = torch.ones_like(flat, dtype=torch.bool)
             for _, first, last, start in fragments:
                 padding[start : start + last - first] = False

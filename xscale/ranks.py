@@ -281,7 +281,7 @@ class HostGroup:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def from_main(self, make: Callable[[], Any]) -> Any:
+    def value_from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
         values = [value_or_error(make) if self.is_main else None]
         if self.group is not None:

@@ -74,7 +74,7 @@ class CheckpointManager:
         started = time.monotonic()
         self.note(f"saving step {step}")
         written = self._write(step)
-        self.host_group.from_main(lambda: check_types(self.partial_path_of_step(step), written))
+        self.host_group.value_from_main(lambda: check_types(self.partial_path_of_step(step), written))
         problem = self._publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -120,7 +120,7 @@ class CheckpointManager:
     def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = self._make_empty_folder(self.partial_path_of_step(step)) if self.host_group.is_main else None
-        if not self.host_group.from_main(lambda: problem is None):
+        if not self.host_group.value_from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)
         try:
@@ -167,7 +167,7 @@ class CheckpointManager:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_path_of_step(step))
-        return self.host_group.from_main(lambda: "; ".join(problems))
+        return self.host_group.value_from_main(lambda: "; ".join(problems))
 
 
 def write_state(state: Any, path: Path) -> None:

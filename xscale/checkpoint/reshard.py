@@ -124,7 +124,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
     saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
     fused = any(group.get("fused") for group in base.param_groups)
     private.prepare_flats_for_change(engine)
-    for flat, fragments in private.partitions(engine):
+    for flat, fragments in private.partitions_and_fragments(engine):
         if not fragments:
             continue
         group = saved.places[names[fragments[0][0]]].group

@@ -165,7 +165,7 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
             # One rank does it, because it reads a record of each source whose index.json has no `linked`.
-            chosen = host_group.from_main(partial(select_linked_sources, name, chosen, sources))
+            chosen = host_group.value_from_main(partial(select_linked_sources, name, chosen, sources))
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -196,7 +196,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
         raise UserError(
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
         )
-    return with_steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
+    return with_steps_of_epochs(recipe, stream.record_count(corpus.sources), stream.samples)
 
 
 # Word links
@@ -205,13 +205,13 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
     """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has, or if some
     pairs of a source have none."""
-    with_links = tuple(number for number in chosen if sources[number].linked)
+    with_links = tuple(number for number in chosen if sources[number].linked_pairs)
     for number in with_links or chosen[:1]:
         source = sources[number]
         pairs = source.index["records"]
-        if source.linked < pairs:
+        if source.linked_pairs < pairs:
             raise UserError(
-                f"streams.{stream} needs word links, and {pairs - source.linked:,} of the {pairs:,} pairs in "
+                f"streams.{stream} needs word links, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs in "
                 f"{source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
                 "--align` (or `--links FILE`), or by `xscale data prepare` with `align: true` and `shards: "
                 f"{source.directory}` as a source in corpus.yaml"

@@ -117,7 +117,7 @@ class Synonym(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
+def translations_by_word(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language in all its dictionaries, sorted by token ids. A
     translation is returned only if it has as many tokens as the word, and every token differs."""
     synonyms_of: dict[Word, set[Synonym]] = {}

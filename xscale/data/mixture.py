@@ -296,7 +296,7 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: S
     size of all its sources. It is divided among these sources in proportion to their sizes.
     """
     size_of_pair = defaultdict[str, float](float)
-    for number in stream.read:
+    for number in stream.read_sources:
         size_of_pair[sources[number].pair] += sizes[number]
     total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))

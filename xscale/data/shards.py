@@ -103,7 +103,7 @@ class Source:
         return pair_name(self.langs)
 
     @cached_property
-    def linked(self) -> int:
+    def linked_pairs(self) -> int:
         """The number of pairs that have word links. If index.json does not say, as of an earlier version, the first
         pair tells whether all have."""
         if "linked" in self.index:

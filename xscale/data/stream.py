@@ -44,7 +44,7 @@ class Stream:
         return self.objective.record_kind == "mono"
 
     @property
-    def read(self) -> list[int]:
+    def read_sources(self) -> list[int]:
         """Indices of the sources that the stream reads in this phase."""
         return [source for source in self.sources if source not in self.idle]
 
@@ -58,9 +58,9 @@ class Stream:
             language_groups=languages_and_pairs(sources, read_in_any_phase),
         )
 
-    def records(self, sources: Sequence[Source]) -> int:
+    def record_count(self, sources: Sequence[Source]) -> int:
         """Return the number of records of the sources that the stream reads. sources: the sources of the run."""
-        return sum(sources[source].records for source in self.read)
+        return sum(sources[source].records for source in self.read_sources)
 
 
 def languages_and_pairs(sources: Sequence[Source], chosen_numbers: Collection[int]) -> tuple[str, ...]:

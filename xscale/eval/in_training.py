@@ -114,7 +114,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> li
         if chosen:
             groups = languages_and_pairs(sources, chosen)
             stream = replace(stream, sources=tuple(chosen), idle=frozenset(), language_groups=groups)
-            streams.append(replace(stream, samples=stream.records(sources)))
+            streams.append(replace(stream, samples=stream.record_count(sources)))
     if not streams:
         raise UserError(
             "no stream of the recipe can read the evaluation data "

@@ -29,7 +29,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from xscale import rng
-from xscale.data.lexicon import synonyms
+from xscale.data.lexicon import translations_by_word
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
@@ -96,7 +96,9 @@ def translate_targets(
     sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: CollateContext
 ) -> Translations:
     """Return the translations that the target tokens use. targets: their indices [M]."""
-    tables = {number: synonyms(context.lexicons, language) for language, number in context.language_ids.items()}
+    tables = {
+        number: translations_by_word(context.lexicons, language) for language, number in context.language_ids.items()
+    }
     if not any(tables.values()):
         raise UserError(
             f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "

@@ -46,7 +46,7 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
 
 def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     """Return the objective's advice about a stream, and a line about the sources that the stream leaves out."""
-    advice = stream.objective.advise(stream.options, stream.records(corpus.sources), recipe.train.steps)
+    advice = stream.objective.advise(stream.options, stream.record_count(corpus.sources), recipe.train.steps)
     lines = [f"streams.{stream.name}.{line}" for line in advice]
     languages = recipe.streams[stream.name].languages
     kind = stream.objective.record_kind

@@ -95,7 +95,7 @@ def claim_folder(
         locks.append(files.Lock(out))
         folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
 
-    host_group.from_main(claim)
+    host_group.value_from_main(claim)
     status.write_running()
     if not out.is_dir():
         raise UserError(
@@ -170,7 +170,7 @@ def check_ranks_agree(
         "--fork": args.fork,
         "--out": str(args.out),
     }
-    settings_of_main = host_group.from_main(lambda: settings)
+    settings_of_main = host_group.value_from_main(lambda: settings)
     differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, differences[:3]))):
         if lines:

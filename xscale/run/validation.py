@@ -93,7 +93,7 @@ class Validation:
             results[name] = task()
         if self.lines.file:
             self.report_results(step, results, time.monotonic() - started)
-        return bool(self.best) and self.context.host_group.from_main(lambda: self.becomes_best(step, results))
+        return bool(self.best) and self.context.host_group.value_from_main(lambda: self.becomes_best(step, results))
 
     def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
