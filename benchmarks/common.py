@@ -57,7 +57,7 @@ def make_loader(recipe: str, fields: Mapping[str, object], data: Sequence[Path],
     """Return the loader of a recipe with these fields. vocab_size: the model's; 0: the tokenizer's."""
     resolved, corpus = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
     corpus.tokenizer.vocab_size = vocab_size or corpus.tokenizer.vocab_size
-    return Loader(resolved, corpus, calibrate(resolved, corpus))
+    return Loader(resolved, corpus, calibrate(resolved, corpus, ranks.HostGroup(alone=True)))
 
 
 class RecipeEngine:

@@ -159,7 +159,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
         return resolve_run("xlm", sets, [demo / name for name in names])
 
     recipe, corpus = resolved("pairs", "mono_en")
-    measured = calibrate(recipe, corpus)
+    measured = calibrate(recipe, corpus, HostGroup())
     lines = [(1.3 * a, b) for a, b in measured.lines]  # the order of running text depends on it
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
     head, state = draw(parent, initial_state(parent.streams), 5)

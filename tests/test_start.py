@@ -149,7 +149,7 @@ def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pyt
 
 def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, corpus = resolve_run("xlm", ["data.workers=0"], [demo])
-    alone = calibrate.calibrate(recipe, corpus)
+    alone = calibrate.calibrate(recipe, corpus, HostGroup())
     reads, plain = Counter[int](), Source.read
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
@@ -177,7 +177,7 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shards, "OpenFile", open_file)
     before = [source.counts.tolist() for source in corpus.sources]
-    found = calibrate.calibrate(recipe, corpus)
+    found = calibrate.calibrate(recipe, corpus, HostGroup())
     assert len(opened) <= 2 * len(corpus.sources)
     assert {name for name, _ in opened} >= {source.directory.name for source in corpus.sources}
     assert found and len(found.lines) == len(corpus.sources)

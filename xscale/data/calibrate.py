@@ -38,10 +38,9 @@ LINE_RECORDS = 1024
 """The fit of tokens to bytes reads LINE_RECORDS / (number of sources) records of a shard: at least 8, at most 32."""
 
 
-def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None) -> Calibration:
+def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibration:
     """Return the calibration of a run and its phases. All ranks of `host_group` call it together and get the same
     result."""
-    host_group = host_group or HostGroup(alone=True)
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
     sources = [source.with_few_shards(shards) for source in corpus.sources]
     seed = recipe.train.seed

@@ -31,7 +31,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
-from xscale.objectives.base import Losses, Objective, Parts
+from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import STRICT, NotNegative
 
@@ -47,7 +47,7 @@ class ContextualOptions:
     encoder and in the initial encoder."""
 
 
-class FrozenInitialEncoder:
+class FrozenInitialEncoder(AuxiliaryState):
     """The initial encoder f0: a frozen copy in fp32, without dropout."""
 
     def __init__(self, encoder: Encoder):
@@ -63,9 +63,6 @@ class FrozenInitialEncoder:
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
         return alignment_gather(self.running(row.tokens, row.places), *row.gather, *row.transposed)
-
-    def update(self, weights_changed: bool) -> None:
-        pass
 
     def state_dict(self) -> dict[str, Any]:
         return self.initial.state_dict()
