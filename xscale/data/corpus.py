@@ -85,9 +85,9 @@ def open_corpus(
     data: Sequence[Path | str],
     host_group: HostGroup | None = None,
     *,
-    init: Path | str | None = None,
-    model_has_segments: bool = False,
-    withheld_before: float = 1.0,
+    init: Path | str | None,
+    model_has_segments: bool,
+    withheld_before: float,
 ) -> Corpus:
     """Open and check the data that a recipe reads. Raises UserError.
 
