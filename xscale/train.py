@@ -1,7 +1,7 @@
 """Train one encoder on a recipe: `deepspeed xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe xlm`.
 
-Exit codes: 0 done, 2 user error, 3 a loss or gradient is not finite, 4 the machine failed (disk, file system, port, a
-rank), 5 no progress (a rank hangs), 75 stopped early by a signal or the time limit (start again to continue).
+Exit codes: 0 done, 2 user error, 3 a loss or gradient is not finite, 4 the machine or another rank failed (such as a
+full disk), 5 no progress (a rank hangs), 75 stopped early by a signal or the time limit (start again to continue).
 """
 
 import sys
