@@ -25,7 +25,7 @@ from .steps import write_lines
 
 HELDOUT = 1000
 CORPUS = """\
-# What `xscale data prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
+# The files in raw/, for `xscale data prepare`. docs/reference/corpus.md describes every key.
 sources:
   # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
@@ -36,7 +36,7 @@ sources:
   - {name: mono_yy, mono: yy, text: "RAW/wiki_yy"}
 rules:
   length: {characters: [1, 500]}  # of a sentence
-  ratio: 9                        # between the lengths of a pair's sides
+  ratio: 9                        # one side of a pair is at most 9 times as long as the other
   dedup: exact                    # in each language, and in each pair of languages
 tokenizer: {type: wordpiece, vocab_size: 4000}
 heldout: {pairs: HELDOUT}  # of each pair of languages, but at most a tenth

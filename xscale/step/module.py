@@ -187,8 +187,8 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
     labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
     predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
     assert predicted == labels, (
-        f"compute_losses returned predictions {predicted} (term, number), but collate returned labels {labels}; "
-        "both must be equal"
+        f"compute_losses returned predictions of the terms {predicted}, but collate returned labels of the terms "
+        f"{labels} (term, number); both must be equal"
     )
     for term, value in losses.sums.items():
         assert loss_key(stream, term) in weights, (
