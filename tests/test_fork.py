@@ -133,6 +133,20 @@ def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
+def test_an_old_checkpoint_withdraws_those_after_it(demo: Path, tmp_path: Path) -> None:
+    """After --resume DIR, the next start does not go on from a checkpoint of the steps that are done again."""
+    out = tmp_path / "run"
+    small = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
+    small += ["--set", "checkpoint.every=3", "checkpoint.keep=9", "streams.mlm.samples=2", "data.max_length=32"]
+    again = ["--resume", str(out / "checkpoints" / "step_00000003")]
+    launch.run_all(1, tmp_path, [[*small, "--steps", "9"], [*small, "--steps", "5", *again], [*small, "--steps", "7"]])
+    assert [entry["step"] for entry in launch.metrics(out)] == [1, 2, 3, 4, 5, 6, 7]
+    steps = [checkpoints.step_from_name(path) for path in checkpoints.list_checkpoints(out / "checkpoints")]
+    assert steps == [0, 3, 5, 6, 7] and not list(out.glob("checkpoints/*.incomplete"))
+    assert (out / "checkpoints" / "latest").read_text() == "step_00000007"
+
+
 Draws = dict[tuple[str, str], list[tuple[int, int, int]]]
 """Epoch, shard and record of what is drawn, by stream and source."""
 

@@ -239,7 +239,10 @@ MONO = {"mono": "de", "text": "a"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["must be two different languages"]),
+        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
+        ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
+        ({"sources": [PAIR], "align": {"link": "c"}}, ["align: {'link': 'c'} must be true, or {links: F}"]),
+        ({"sources": [PAIR, PAIR], "align": {"links": "c"}}, ["align: {'links': 'c'} must be true, or {links: F}"]),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is listed twice"]),
@@ -665,13 +668,15 @@ def test_data_sets_of_a_folder_and_of_the_hub(tmp_path: Path, monkeypatch: pytes
 
 
 def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
-    """Mozilla's form. A link that does not fit its pair is told with its line."""
+    """Mozilla's form, in both spellings of corpus.yaml. A link that does not fit its pair is told with its line."""
     names = moses(tmp_path, [("a, b", "x y"), ("c d", "z")], ".zst", zstandard.compress)
     links = tmp_path / "m.aln.zst"
     links.write_bytes(zstandard.compress(b"0-0 1-1\n1-0\n"))
-    tree = {"sources": [{"pairs": ["en", "de"], "text": names, "links": str(links)}]}
-    (source,) = find_sources([run(tmp_path, tree) / "shards"])
-    assert [source.read(0, n).links for n in range(2)] == ["0-0 2-1", "1-0"]
+    pair = {"pairs": ["en", "de"], "text": names}
+    tree = {"sources": [pair | {"links": str(links)}]}
+    for spelling, out in ((tree, "out"), ({"sources": [pair], "align": {"links": str(links)}}, "aligned")):
+        (source,) = find_sources([run(tmp_path, spelling, out=out) / "shards"])
+        assert [source.read(0, n).links for n in range(2)] == ["0-0 2-1", "1-0"]
     links.write_bytes(zstandard.compress(b"0-0\n1-1\n"))
     with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*spaces and tabs divide words"):
         run(tmp_path, tree, out="again")

@@ -200,6 +200,17 @@ def sync_and_hash(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
+def withdraw_later(folder: Path, step: int) -> list[Path]:
+    """Make the checkpoints of steps after `step` incomplete, since a run does these steps again. The next save removes
+    them. Return their paths, from the newest on."""
+    later = [path for path in reversed(list_checkpoints(folder)) if step_from_name(path) > step]
+    for path in later:
+        withdrawn = files.partial_path(path)
+        files.remove(withdrawn)
+        path.rename(withdrawn)
+    return later
+
+
 def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
     """Remove incomplete directories, and all checkpoints but the newest `keep` and those of `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):

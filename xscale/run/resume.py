@@ -123,6 +123,16 @@ def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpo
     return checkpoints.read_checkpoint(path)
 
 
+def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
+    """Withdraw the checkpoints in `out` of steps after `checkpoint`, from which --resume DIR continues the run. Without
+    this, a later start would continue from them, and not from the steps that are done again. Rank 0 only."""
+    for path in checkpoints.withdraw_later(out / "checkpoints", checkpoint.step):
+        LOG.warning(
+            f"checkpoint {path} is of a later step than {checkpoint.path}, from which the run continues; the next save "
+            f"removes it"
+        )
+
+
 def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
     changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.settings_in_checkpoint())

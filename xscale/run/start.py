@@ -135,6 +135,8 @@ def build_trainer(
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
+        if process.is_main and args.resume != "auto":
+            resume.withdraw_later_checkpoints(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
     LOG.info(f"xscale {__version__}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
