@@ -120,7 +120,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
     for source in plan.corpus.sources:
         for path in map(Path, [*source.paths, *plan.corpus.rules_of(source).paths]):
-            for file in filter(Path.is_file, [path, *sorted(path.rglob("*"))]):
+            for file in files.list_files(path) if path.is_dir() else filter(Path.is_file, [path]):
                 stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run

@@ -19,7 +19,7 @@ from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
-from xscale.files import pointer_problem
+from xscale.files import list_files, pointer_problem
 from xscale.record import Record, parse_json, record_of_members
 
 from .corpus import SourceSpec
@@ -203,24 +203,19 @@ def join_paragraphs(paragraphs: Iterable[Paragraph]) -> Iterator[Unit]:
 
 def input_files(paths: list[Path]) -> list[Path]:
     """Return the paths that are files, and the files below the paths that are folders, sorted and without hidden files.
-    Raises UserError."""
+    Raises UserError and OSError."""
     files = list[Path]()
     for path in paths:
         if path.is_dir():
-            below = sorted(path.rglob("*"))
-            files += [file for file in below if file.is_file() and not has_hidden_part(file.relative_to(path))]
+            files += list_files(path)
         else:
             files.append(path)
     if not files:
         raise UserError(f"{', '.join(map(str, paths))} has no files. Use files of text, or folders with files of text")
-    for name, times in Counter(map(os.path.abspath, files)).items():
+    for name, times in Counter(map(os.path.realpath, files)).items():
         if times > 1:
             raise UserError(f"{name} is listed twice, so the lines would be read twice. List the file once")
     return files
-
-
-def has_hidden_part(relative_path: Path) -> bool:
-    return any(part.startswith(".") for part in relative_path.parts)
 
 
 def read_tsv(source: SourceSpec) -> Iterator[Unit]:

@@ -217,8 +217,8 @@ def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callabl
         kept.append(char)
     if wanted and not kept:
         raise UserError(
-            f"vocab_size is too small, because only {max(room, 0)} tokens are left for the characters of the text. Set a "
-            "larger vocab_size"
+            f"vocab_size is too small, because only {max(room, 0)} tokens are left for the characters of the text. Set "
+            "a larger vocab_size"
         )
     if len(kept) < len(wanted):
         print(

@@ -1,5 +1,6 @@
 """The tools that make data: what ends up in shards, tokenizers and the demo corpus, checked against the input."""
 
+import errno
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 from collections import Counter
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -82,6 +84,32 @@ def test_hidden_files_are_no_text(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     assert input_files([tmp_path / "wiki"]) == [tmp_path / "wiki/AA/wiki_00"]
     assert input_files([tmp_path / "wiki/.DS_Store"]) == [tmp_path / "wiki/.DS_Store"]  # named
+
+
+def test_no_file_of_a_folder_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders behind links are read, each once; links to nothing and folders without rights are errors."""
+    for name in ("wiki/AA/00", "elsewhere/BB/01"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "wiki" / "BB").symlink_to(tmp_path / "elsewhere" / "BB")
+    (tmp_path / "wiki" / "AA" / "all").symlink_to(tmp_path / "wiki")
+    assert input_files([tmp_path / "wiki"]) == [tmp_path / "wiki/AA/00", tmp_path / "wiki/BB/01"]
+    with pytest.raises(UserError, match=r"BB/01 is listed twice"):
+        input_files([tmp_path / "wiki", tmp_path / "elsewhere"])
+    (tmp_path / "wiki" / "CC").symlink_to("CC")
+    with pytest.raises(UserError, match=r"wiki/CC is a symbolic link to CC, which does not exist"):
+        input_files([tmp_path / "wiki"])
+    (tmp_path / "wiki" / "CC").unlink()
+    scandir = os.scandir
+
+    def without_rights(path: str) -> Any:
+        if path.endswith("AA"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_rights)
+    with pytest.raises(PermissionError):
+        input_files([tmp_path / "wiki"])
 
 
 def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, shard_records, capsys) -> None:

@@ -464,6 +464,14 @@ def test_find_sources(demo: Path, mono: Path) -> None:
         find_sources([demo / "tokenizer"])
 
 
+def test_a_folder_without_rights_is_not_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
+    with pytest.raises(UserError, match=r"closed cannot be read, and may have shards.*--data"):
+        find_sources([tmp_path])
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_folder_whose_index_is_missing_is_not_left_out(demo: Path, tmp_path: Path, broken: bool) -> None:
     shutil.copytree(demo, tmp_path / "demo")

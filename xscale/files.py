@@ -203,6 +203,37 @@ class Lock:
             )
 
 
+def list_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and in the folders below it, sorted, without hidden ones. Symbolic links are
+    followed, and a folder to which several links lead is read once. Raises UserError for a link to nothing, and
+    OSError for a folder that cannot be read: without these errors, a part of a text would be lost."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths = list[Path]()
+    seen = set[tuple[int, int]]()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            path = Path(place, name)
+            if name.startswith("."):
+                continue
+            if path.is_symlink() and not path.exists():
+                raise UserError(
+                    f"{path} is a symbolic link to {path.readlink()}, which does not exist. Restore {path.readlink()}, "
+                    "or remove the link"
+                )
+            if path.is_file():
+                paths.append(path)
+    return sorted(paths)
+
+
 def exists_or_is_hub_name(path: Path | str) -> bool:
     """Return whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)

@@ -508,8 +508,8 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
 
 
 def check_folders_without_index(directory: Path, with_index: list[Path]) -> None:
-    """Raise UserError if a folder beside the sources has shards but no index.json. An incomplete copy may look like
-    this."""
+    """Raise UserError if a folder beside the sources cannot be read, or has shards but no index.json, like an
+    incomplete copy."""
     if not with_index or directory in with_index:
         return
     for path in sorted(directory.iterdir()):
@@ -517,6 +517,11 @@ def check_folders_without_index(directory: Path, with_index: list[Path]) -> None
             raise UserError(
                 f"{path} is a symbolic link to {path.readlink()}, which does not exist. Restore {path.readlink()}, "
                 "or remove the link"
+            )
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(
+                f"{path} cannot be read, and may have shards. Correct its permissions, or name only the other folders "
+                "after --data"
             )
         being_written = path.name.endswith(PARTIAL)
         if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):

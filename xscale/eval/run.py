@@ -21,6 +21,7 @@ from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, check_output_file, read_texts, write_results
+from xscale.files import list_files
 
 RECORDS = 1000
 """The default of --limit, except for --texts."""
@@ -190,7 +191,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
     path}}."""
     texts: dict[str, dict[str, Path]] = {}
-    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
+    for path in list_files(folder) if folder.is_dir() else []:
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:
