@@ -25,6 +25,7 @@ from xscale.files import PARTIAL
 from xscale.ranks import HostGroup
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
 BEST = "best"
 OWN_HASH = "sha256"
 """The manifest's key for the hash of its other keys."""
@@ -180,7 +181,7 @@ def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> 
     files.remove(final)
     partial.rename(final)
     files.sync(final.parent)
-    files.write_text(final.parent / "latest", final.name)
+    files.write_text(final.parent / LATEST, final.name)
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
@@ -201,13 +202,16 @@ def sync_and_hash(path: Path) -> dict[str, Any]:
 
 
 def withdraw_later(folder: Path, step: int) -> list[Path]:
-    """Make the checkpoints of steps after `step` incomplete, since a run does these steps again. The next save removes
-    them. Return their paths, from the newest on."""
+    """Make the checkpoints of steps after `step` incomplete, because a run does these steps again, and write `latest`.
+    The next save removes them. Return their paths, from the newest on."""
     later = [path for path in reversed(list_checkpoints(folder)) if step_from_name(path) > step]
     for path in later:
         withdrawn = files.partial_path(path)
         files.remove(withdrawn)
         path.rename(withdrawn)
+    left = list_checkpoints(folder)
+    if later and left:
+        files.write_text(folder / LATEST, left[-1].name)
     return later
 
 
