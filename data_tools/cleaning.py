@@ -95,7 +95,7 @@ class Cleaner:
         texts = list(map(self.normalise_text, unit.texts))
         if not self.source.pairs:
             texts = self.split_paragraphs(texts)
-        reason = self.broken_unit_rule(texts)
+        reason = self.violated_unit_rule(texts)
         if reason:
             self.removed.add(reason, texts if self.source.pairs else texts[:1])
             return None
@@ -125,7 +125,7 @@ class Cleaner:
         """Return the sentences of a document that no rule removes."""
         kept = list[str]()
         for sentence in sentences:
-            reason = self.broken_length_rule([sentence])
+            reason = self.violated_length_rule([sentence])
             if not reason and self.is_excluded(sentence):
                 reason = "exclude"
             if reason:
@@ -134,13 +134,13 @@ class Cleaner:
                 kept.append(sentence)
         return kept
 
-    def broken_unit_rule(self, texts: list[str]) -> str:
+    def violated_unit_rule(self, texts: list[str]) -> str:
         """Return the name of the rule that removes a whole pair or document; "" if no rule does."""
         if not texts or (self.source.pairs and any(map(is_blank, texts))):
             return "empty"
         sides = texts
         if self.source.pairs:
-            reason = self.broken_length_rule(texts)
+            reason = self.violated_length_rule(texts)
             if reason:
                 return reason
             if not self.rules.identical and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
@@ -160,7 +160,7 @@ class Cleaner:
         any case."""
         return bool(self.rules.exclude) and folded_letters(text) in excluded_letters(tuple(self.rules.exclude))
 
-    def broken_length_rule(self, texts: list[str]) -> str:
+    def violated_length_rule(self, texts: list[str]) -> str:
         """Return the name of the length rule that removes a pair or a single sentence; "" if no rule does."""
         sizes = list(map(len, texts))
         length = self.rules.length
@@ -169,11 +169,11 @@ class Cleaner:
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
         if self.tokenizer and length.tokens:
-            return broken_token_count_rule(self.tokenizer, texts, length.tokens)
+            return violated_token_count_rule(self.tokenizer, texts, length.tokens)
         return ""
 
 
-def broken_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
+def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
     """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens. bounds: the
     minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its special tokens."""
     sizes = list(map(len, tokenizer.encode(list(texts))))
@@ -186,8 +186,8 @@ def broken_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: 
 
 
 @cache
-def load_tokenizer(name: str) -> Tokenizer:
-    return Tokenizer(name)
+def cached_tokenizer(path_or_hub_name: str) -> Tokenizer:
+    return Tokenizer(path_or_hub_name)
 
 
 def folded_letters(text: str) -> str:

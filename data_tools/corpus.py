@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.data.scripts import choose_language_names, spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.removed import removed_name
+from xscale.removed import removed_name_error
 from xscale.strict_yaml import read_yaml
 
 LANGUAGE = re.compile(r"\w+(-\w+)*")
@@ -147,7 +147,7 @@ class SourceSpec(Strict):
     @property
     def is_webdataset(self) -> bool:
         """Return whether webdataset reads the source's shards, because they are tars without an index."""
-        return self.shards is not None and names_tars(self.shards)
+        return self.shards is not None and is_tar_location(self.shards)
 
     @property
     def langs(self) -> tuple[str, ...]:
@@ -259,9 +259,9 @@ class Corpus(Strict):
         problems = list[str]()
         for number, source in enumerate(self.sources):
             try:
-                rules = self.rules_of(source)
+                rules = self.rules_for(source)
             except ValidationError as error:
-                problems += problem_lines(error, f"sources.{number}.rules.")
+                problems += validation_error_lines(error, f"sources.{number}.rules.")
                 continue
             if rules.length.tokens and not self.tokenizer:
                 problems.append(
@@ -287,7 +287,7 @@ class Corpus(Strict):
             raise ValueError("\n  ".join(problems))
         return self
 
-    def rules_of(self, source: SourceSpec) -> Rules:
+    def rules_for(self, source: SourceSpec) -> Rules:
         """Return the corpus's rules; a rule of the source replaces the rule of the same name."""
         return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
 
@@ -313,7 +313,7 @@ class Corpus(Strict):
         return sorted({source.group for source in self.sources})
 
 
-def names_tars(shards: str) -> bool:
+def is_tar_location(shards: str) -> bool:
     """Return whether `shards` names tars that webdataset opens, and not a folder."""
     return "://" in shards or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
 
@@ -350,7 +350,7 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
-        lines = problem_lines(error, "  ")
+        lines = validation_error_lines(error, "  ")
         raise UserError("\n".join([f"{place}:", *lines])) from None
 
 
@@ -358,7 +358,7 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
     """Add `pairs` or `mono` to a source of shards. Its languages come from the index or, for tars of other programs,
     from the first sample. place: the corpus.yaml, for errors. Raises UserError."""
     named = source.keys() & {"pairs", "mono"}
-    if names_tars(source["shards"]):
+    if is_tar_location(source["shards"]):
         if named:
             return
         from .readers import webdataset_records
@@ -395,14 +395,14 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
     tree["align"] = False
 
 
-def problem_lines(error: ValidationError, prefix: str) -> list[str]:
+def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
     """Return a line for each of pydantic's problems: `prefix`, the field, its value, and the problem."""
     lines = list[str]()
     for problem in error.errors():
         place = ".".join(map(str, problem["loc"]))
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
-            remedy = removed_name(str(problem["loc"][-1]))
+            remedy = removed_name_error(str(problem["loc"][-1]))
             text = (
                 "unknown key. "
                 f"{remedy or 'Remove the key, or move it to the place that docs/reference/corpus.md names'}"

@@ -1,10 +1,10 @@
 """Runs the tasks of a step in processes of this machine, as an array of SLURM jobs, or on a Ray cluster.
 
-A task is a pure function of the plan. It writes whole files (by `replacing`). Then an empty file marks the task as
-done. A marked task is not run again, so a new start after a kill runs the other tasks, also with another executor. The
-executors use concurrent.futures, `sbatch --wait --array` and Ray's tasks. (datatrove's local executor waits forever for
-a worker that the kernel killed, its SLURM executor does not report whether tasks failed, and its Ray executor starts
-only inside its own pipelines. submitit needs SLURM's accounting database.)
+A task is a pure function of the plan. It writes whole files (by `replacement_file`). Then an empty file marks the task
+as done. A marked task is not run again, so a new start after a kill runs the other tasks, also with another executor.
+The executors use concurrent.futures, `sbatch --wait --array` and Ray's tasks. (datatrove's local executor waits forever
+for a worker that the kernel killed, its SLURM executor does not report whether tasks failed, and its Ray executor
+starts only inside its own pipelines. submitit needs SLURM's accounting database.)
 """
 
 import fcntl
@@ -46,7 +46,7 @@ class TaskList:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacement_file(path: Path) -> Iterator[Path]:
     """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may replace the
     same `path` at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ def lock_folder(folder: Path) -> int:
     return fd
 
 
-def done_mark(folder: Path, step: str, number: int) -> Path:
+def done_marker_path(folder: Path, step: str, number: int) -> Path:
     """Return the path of the empty file that marks a task as done."""
     return folder / "done" / step / f"{number:06d}"
 
 
 def do_task(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
     """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
-    done = done_mark(folder, name, number)
+    done = done_marker_path(folder, name, number)
     if not done.exists():
         function(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
             "--executor slurm needs the command `sbatch`, which is not on PATH. Start on a machine with SLURM, or "
             "choose --executor local"
         ) from None
-    missing = [n for n in tasks.numbers if not done_mark(tasks.folder, tasks.name, n).exists()]
+    missing = [n for n in tasks.numbers if not done_marker_path(tasks.folder, tasks.name, n).exists()]
     if missing:
         job = done.stdout.strip().partition(";")[0]
         log = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"{tasks.name}-{job}_*.out")))

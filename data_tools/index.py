@@ -117,7 +117,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
         members_of_samples = groupby(
-            record_members(tar, fd), lambda member: (layout_name(member), sample_key(member.name))
+            record_members(tar, fd), lambda member: (shard_layout(member), sample_key(member.name))
         )
         for (layout, _), members in members_of_samples:
             if layout == "lines":
@@ -137,7 +137,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
             yield StoredRecord(record, layout, start, data)
 
 
-def layout_name(member: tarfile.TarInfo) -> str:
+def shard_layout(member: tarfile.TarInfo) -> str:
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
 
@@ -157,7 +157,7 @@ def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
             )
         if not is_sample_member(member.name):
             continue
-        layouts.add(layout_name(member))
+        layouts.add(shard_layout(member))
         if len(layouts) == 2:
             raise ValueError(
                 f"the tar member {member.name}: a tar cannot have both .jsonl members and other members. Write "
@@ -201,14 +201,14 @@ def build_index(
     paths = sorted(directory.glob("*.tar"))
     if not paths:
         raise UserError(f"{directory} has no .tar files. Choose a folder of tars")
-    segmentations = segmentation_by_layout(directory) if check_links else None
+    segmentations = read_segmentation_by_layout(directory) if check_links else None
     index_one = partial(index_tar, langs=langs, segmentations=segmentations)
-    index = index_content(directory, map_tars(index_one, paths), made_by)
+    index = make_index_content(directory, index_tars_in_processes(index_one, paths), made_by)
     write_index(directory, index)
     return index
 
 
-def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list[ScannedTar]:
+def index_tars_in_processes(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list[ScannedTar]:
     """Return list(map(index_one, paths)). If there are many tars, a process for each core computes a part."""
     if len(paths) < 2 * WORKER_TARS:
         return list(map(index_one, paths))
@@ -232,7 +232,7 @@ def index_tar(
     return tar
 
 
-def segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
+def read_segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
     """Return {layout: the kind of words that its links number}. An existing index.json names this kind. Without an
     index.json, links in .jsonl members number the words of data/words.py, and links of samples number the words between
     white space."""
@@ -243,7 +243,7 @@ def segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
     return {"lines": existing, "samples": existing}
 
 
-def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str, Any]) -> dict[str, Any]:
+def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str, Any]) -> dict[str, Any]:
     """Return the content of index.json. tars: all tars of the directory. Raises UserError if they differ in their
     languages or their layout."""
     in_order = sorted(tars, key=lambda tar: tar.shard.name)
@@ -270,7 +270,7 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
         "langs": list(first.langs),
         "languages": dict.fromkeys(first.langs, records),
         "layout": first.layout,
-        "segmentation": segmentation_by_layout(directory)[first.layout],
+        "segmentation": read_segmentation_by_layout(directory)[first.layout],
         "records": records,
         **({"linked": linked} if is_pair else {"documents": documents}),
         "bytes": size,

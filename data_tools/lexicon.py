@@ -55,7 +55,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
             for number in range(about.records):
                 record = source.renumber_links(source.read(shard, number))
                 if record.links is not None:
-                    count_record(counts, record, is_reversed=source.langs != langs)
+                    add_record_to_counts(counts, record, is_reversed=source.langs != langs)
     if not counts.links:
         names = ", ".join(str(source.directory) for source in sources)
         raise UserError(
@@ -65,7 +65,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     return counts
 
 
-def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
+def add_record_to_counts(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
     """Add the words of a pair, and its links between words, to the counts. is_reversed: True if the pair's second text
     is in the language of the first column."""
     (first, first_is_word), (second, second_is_word) = split_words_and_symbols([text.lower() for text in record.texts])
@@ -80,7 +80,9 @@ def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
             counts.links[entry] += 1
 
 
-def induce_entries(counts: LinkCounts, langs: tuple[str, str], min_count: int, min_share: float) -> list[Entry]:
+def entries_from_link_counts(
+    counts: LinkCounts, langs: tuple[str, str], min_count: int, min_share: float
+) -> list[Entry]:
     """Return the pairs of words that are linked at least `min_count` times, and at least `min_share` times as often as
     the more frequent of the two words occurs. The most frequent pairs come first."""
     kept = []
@@ -192,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--share {args.share} must be greater than 0 and at most 1")
 
     if sources:
-        entries = induce_entries(count_links(sources, langs), langs, args.min_count, args.min_share)
+        entries = entries_from_link_counts(count_links(sources, langs), langs, args.min_count, args.min_share)
     else:
         entries = []
         for path in args.dict:

@@ -26,10 +26,10 @@ from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
 from . import steps, word_aligner
-from .cleaning import identifiable_languages, language_code, load_tokenizer
+from .cleaning import cached_tokenizer, identifiable_languages, language_code
 from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
-from .engine import EXECUTORS, TaskList, do_task, done_mark, lock_folder, run_tasks
+from .engine import EXECUTORS, TaskList, do_task, done_marker_path, lock_folder, run_tasks
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus</title>
@@ -73,7 +73,7 @@ def check_corpus(corpus: Corpus) -> None:
     """Raise UserError if a file or eflomal is missing, if a tokenizer or dictionary cannot be used, or if the model
     that identifies languages does not know a language of the corpus."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
-        rules = corpus.rules_of(source)
+        rules = corpus.rules_for(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
                 raise UserError(
@@ -89,7 +89,7 @@ def check_corpus(corpus: Corpus) -> None:
                     f"path of a fastText model that knows {lang}"
                 )
     if isinstance(corpus.tokenizer, str):
-        load_tokenizer(corpus.tokenizer)
+        cached_tokenizer(corpus.tokenizer)
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
@@ -119,7 +119,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     Raise UserError if the input has changed since the first task was done."""
     stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
     for source in plan.corpus.sources:
-        for path in map(Path, [*source.paths, *plan.corpus.rules_of(source).paths]):
+        for path in map(Path, [*source.paths, *plan.corpus.rules_for(source).paths]):
             for file in files.list_files(path) if path.is_dir() else filter(Path.is_file, [path]):
                 stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
@@ -137,7 +137,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
     """Do the tasks of all steps that are not done. Raises UserError and MachineError."""
     for name, step in steps.STEPS.items():
         count = step.count(folder)
-        left = [number for number in range(count) if not done_mark(folder, name, number).exists()]
+        left = [number for number in range(count) if not done_marker_path(folder, name, number).exists()]
         if left:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
@@ -158,7 +158,7 @@ def print_selection(folder: Path) -> None:
         left = 0
         for chunk in steps.source_chunks(folder, number):
             read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
-            states = steps.read_states(folder, chunk)
+            states = steps.read_unit_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(
             f"{corpus.names[number]}: after the rules, {left:,} of {read:,} {source.kind} are left",
@@ -176,8 +176,8 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
             "name": name,
             "languages": list(source.langs),
             "licence": source.licence,
-            "rules": corpus.rules_of(source).model_dump(mode="json"),
-            **steps.source_counts(folder, number),
+            "rules": corpus.rules_for(source).model_dump(mode="json"),
+            **steps.sum_counts_of_source(folder, number),
             "bytes": steps.read_json(index)["bytes"] if index.exists() else 0,
         })  # fmt: skip
     heldout = dict[str, int]()

@@ -100,7 +100,7 @@ def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
                 f"{path} is listed {paths.count(path)} times. Use one file for each of the two languages, and "
                 "another file for the links"
             )
-    columns = [checked_lines(path) for path in paths[:2]]
+    columns = [read_checked_lines(path) for path in paths[:2]]
     columns += [read_lines(path) for path in paths[2:]]
     for number, row in enumerate(zip_lines(paths, columns), start=1):
         links = row[2] if len(row) > 2 else None
@@ -121,7 +121,7 @@ def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> I
         yield [line for _, line in row]
 
 
-def checked_lines(path: Path) -> Iterator[NumberedLine]:
+def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     """Yield (line number, line) of a file of text. Raises UserError if most of its first lines are not text."""
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
@@ -152,9 +152,9 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
     numbers, which goes on from file to file. Raises UserError."""
     lines: Iterator[NumberedLine]
     if form == "auto":
-        lines = checked_lines(path)
+        lines = read_checked_lines(path)
         head = list(islice(lines, HEAD_LINES))
-        form = guess_form([line.strip() for _, line in head])
+        form = guess_text_form([line.strip() for _, line in head])
         lines = chain(head, lines)
     else:
         lines = read_lines(path)
@@ -174,7 +174,7 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
             starts = True
 
 
-def guess_form(head: list[str]) -> str:
+def guess_text_form(head: list[str]) -> str:
     """Return the form of a file, given its first lines: "doc" if it begins with WikiExtractor's tag, "blank" if blank
     lines divide it into short blocks, else "lines"."""
     text = "\n".join(head).strip("\n")
@@ -254,14 +254,14 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
     try:
         elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
         _, body = next(elements)
-        if tag_name(body) != "tmx":
+        if local_tag_name(body) != "tmx":
             raise UserError(
-                f"{path} is not a TMX, because its first element is {tag_name(body)} instead of tmx. Use a TMX"
+                f"{path} is not a TMX, because its first element is {local_tag_name(body)} instead of tmx. Use a TMX"
             )
         for event, element in elements:
-            if event == "start" and tag_name(element) == "body":
+            if event == "start" and local_tag_name(element) == "body":
                 body = element
-            if event == "end" and tag_name(element) == "tu":
+            if event == "end" and local_tag_name(element) == "tu":
                 number += 1
                 texts = translated_texts(element, source.langs)
                 body.clear()
@@ -275,7 +275,7 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
         ) from None
 
 
-def tag_name(element: Any) -> str:
+def local_tag_name(element: Any) -> str:
     """Return an element's name without its namespace."""
     return element.tag.rpartition("}")[2]
 
@@ -297,7 +297,7 @@ def segment_text(element: Any, is_text: bool) -> str:
     markup."""
     parts = [element.text or ""] if is_text else []
     for child in element:
-        name = tag_name(child)
+        name = local_tag_name(child)
         inside = segment_text(child, is_text=name == "sub" or (is_text and name not in NATIVE_CODES))
         parts.append(f" {inside} " if name == "sub" else inside)
         if is_text:
@@ -491,9 +491,9 @@ READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def to_line(unit: Unit) -> str:
+def unit_to_line(unit: Unit) -> str:
     return _encode(unit)
 
 
-def from_line(line: str) -> Unit:
+def unit_from_line(line: str) -> Unit:
     return Unit(*json.loads(line))

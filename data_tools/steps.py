@@ -40,16 +40,16 @@ from .cleaning import (
     BANDS,
     Cleaner,
     RemovalCounts,
-    broken_token_count_rule,
+    cached_tokenizer,
     excluded_letters,
-    load_tokenizer,
     minhash_bands,
     text_hash,
+    violated_token_count_rule,
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
-from .engine import replacing
+from .engine import replacement_file
 from .lexicon import truecase_entries, write_entries
-from .readers import Unit, from_line, read_units, to_line
+from .readers import Unit, read_units, unit_from_line, unit_to_line
 from .word_aligner import align
 
 CHUNK_UNITS = 8192
@@ -136,22 +136,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+    with replacement_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
         for line in lines:
             file.write(line + "\n")
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacement_file(path) as partial, partial.open("wb") as file:
         np.save(file, array)
 
 
 def read_unit_file(path: Path) -> Iterator[Unit]:
     with path.open(encoding="utf-8", newline="\n") as file:
-        yield from map(from_line, file)
+        yield from map(unit_from_line, file)
 
 
-def cut_source(folder: Path, source_number: int) -> None:
+def cut_source_into_chunks(folder: Path, source_number: int) -> None:
     """Write the pairs or documents of a source to chunk files of limited size."""
     plan = read_plan(folder)
     most = plan.shard_units or CHUNK_UNITS
@@ -164,7 +164,7 @@ def cut_source(folder: Path, source_number: int) -> None:
             chunks += 1
             size = 0
             lines = []
-        lines.append(to_line(unit))
+        lines.append(unit_to_line(unit))
         size += len(lines[-1])
     write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
@@ -175,8 +175,8 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
     chunk = all_chunks(folder)[chunk_number]
     corpus = read_plan(folder).corpus
     source = corpus.sources[chunk.source]
-    rules = corpus.rules_of(source)
-    tokenizer = load_tokenizer(corpus.tokenizer) if isinstance(corpus.tokenizer, str) else None
+    rules = corpus.rules_for(source)
+    tokenizer = cached_tokenizer(corpus.tokenizer) if isinstance(corpus.tokenizer, str) else None
     cleaner = Cleaner(source, rules, tokenizer)
     counts = Counter[str]()
     kept = list[Unit]()
@@ -190,7 +190,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
             links, dropped = project_unit_links(unit, source)
             counts["dropped_links"] += dropped
         kept.append(Unit(unit.number, unit.texts, links))
-    write_lines(folder / f"clean/{chunk_number}.jsonl", map(to_line, kept))
+    write_lines(folder / f"clean/{chunk_number}.jsonl", map(unit_to_line, kept))
     write_array(folder / f"clean/{chunk_number}.npy", unit_hashes(kept, source, rules.dedup == "near"))
     write_json(folder / f"clean/{chunk_number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
 
@@ -238,7 +238,7 @@ def select_units(folder: Path, group_number: int) -> None:
     has_near = list[np.ndarray]()
     for chunk in chunks:
         table = np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r")
-        dedup = corpus.rules_of(corpus.sources[chunk.source]).dedup
+        dedup = corpus.rules_for(corpus.sources[chunk.source]).dedup
         tables.append(table[:, :FIRST_BAND])
         has_dedup.append(np.full(len(table), dedup is not None))
         has_near.append(np.full(len(table), dedup == "near"))
@@ -259,7 +259,7 @@ def select_units(folder: Path, group_number: int) -> None:
         )
     wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    mark_held_out(state, units, min(wanted, most))
+    mark_held_out_units(state, units, min(wanted, most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -272,7 +272,7 @@ def occurs_earlier(values: np.ndarray) -> np.ndarray:
     return is_repeated
 
 
-def mark_held_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
+def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
     """Set the state of some units to HELD_OUT, in the order of their texts' hashes, until they have `wanted` sentences.
     Set the state of other units with the same texts to REPEATED. units: the columns EXACT and SENTENCES."""
     if not wanted:
@@ -285,13 +285,13 @@ def mark_held_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
     state[kept[first[:count]]] = HELD_OUT
 
 
-def read_states(folder: Path, chunk: Chunk) -> np.ndarray:
+def read_unit_states(folder: Path, chunk: Chunk) -> np.ndarray:
     return np.load(folder / f"state/{chunk.number}.npy")
 
 
-def units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
+def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
     units = read_unit_file(folder / f"clean/{chunk.number}.jsonl")
-    yield from zip(units, read_states(folder, chunk).tolist(), strict=True)
+    yield from zip(units, read_unit_states(folder, chunk).tolist(), strict=True)
 
 
 def align_direction(folder: Path, direction_number: int) -> None:
@@ -307,18 +307,18 @@ def align_direction(folder: Path, direction_number: int) -> None:
     with path.open(encoding="utf-8") as lines:
         for chunk in chunks:
             units = list[Unit]()
-            for unit, state in units_and_states(folder, chunk):
+            for unit, state in read_units_and_states(folder, chunk):
                 if is_unlinked(unit, state):
                     links, _ = project_links(next(lines), tuple(unit.texts), by_words=True)
                     unit = unit._replace(links=links)
                 units.append(unit)
-            write_lines(folder / f"clean/{chunk.number}.jsonl", map(to_line, units))
+            write_lines(folder / f"clean/{chunk.number}.jsonl", map(unit_to_line, units))
 
 
 def unlinked_pairs(folder: Path, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
     """Yield both texts of each pair without links that is kept or held out."""
     for chunk in chunks:
-        for unit, state in units_and_states(folder, chunk):
+        for unit, state in read_units_and_states(folder, chunk):
             if is_unlinked(unit, state):
                 yield unit.texts[0], unit.texts[1]
 
@@ -331,7 +331,7 @@ def read_kept_languages_and_texts(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of every kept sentence and of both sides of every kept pair."""
     for chunk in all_chunks(folder):
         source = read_plan(folder).corpus.sources[chunk.source]
-        for unit, state in units_and_states(folder, chunk):
+        for unit, state in read_units_and_states(folder, chunk):
             if state == KEPT:
                 langs = source.pairs or source.langs * len(unit.texts)
                 yield from zip(langs, unit.texts, strict=True)
@@ -342,7 +342,7 @@ def count_kept_texts(folder: Path) -> Counter[str]:
     counts = Counter[str]()
     for chunk in all_chunks(folder):
         table = np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r")
-        kept = int(table[read_states(folder, chunk) == KEPT, SENTENCES].sum())
+        kept = int(table[read_unit_states(folder, chunk) == KEPT, SENTENCES].sum())
         for lang in read_plan(folder).corpus.sources[chunk.source].langs:
             counts[lang] += kept
     return counts
@@ -365,7 +365,7 @@ def make_tokenizer(folder: Path, _: int) -> None:
     """Train the tokenizer, or copy an existing one. The step has this one task."""
     spec = read_plan(folder).corpus.tokenizer
     out = folder / "result/tokenizer"
-    with replacing(out) as partial:
+    with replacement_file(out) as partial:
         files.remove(out)
         if isinstance(spec, TokenizerSpec):
             from .tokenizer import train
@@ -373,7 +373,7 @@ def make_tokenizer(folder: Path, _: int) -> None:
             texts = sample_texts(folder, count_kept_texts(folder), SAMPLE, spec.alpha)
             train(texts, spec.type, spec.vocab_size, False).save_pretrained(partial)
         else:
-            load_tokenizer(str(spec)).hf.save_pretrained(partial)
+            cached_tokenizer(str(spec)).hf.save_pretrained(partial)
 
 
 def make_records(unit: Unit, langs: tuple[str, ...], source_name: str) -> list[Record]:
@@ -394,7 +394,7 @@ def write_chunk_shard(folder: Path, chunk_number: int) -> None:
     counts = Counter[str]()
     kept = list[Record]()
     held_out = list[Record]()
-    for unit, state in units_and_states(folder, chunk):
+    for unit, state in read_units_and_states(folder, chunk):
         if state in REMOVED:
             removed.add(REMOVED[state], unit.texts[: len(source.langs)])
             continue
@@ -409,7 +409,7 @@ def write_chunk_shard(folder: Path, chunk_number: int) -> None:
     counts["held"] = len(held_out)
     counts["linked"] = sum(record.links is not None for record in kept)
     if kept:
-        with replacing(folder / f"tars/{chunk_number}.tar") as partial:
+        with replacement_file(folder / f"tars/{chunk_number}.tar") as partial:
             write_shard(partial, kept)
     write_lines(folder / f"held/{chunk_number}", map(Record.to_json, held_out))
     write_json(folder / f"tars/{chunk_number}.json", {"counts": counts, "removed": removed.to_json()})
@@ -419,13 +419,13 @@ def drop_wrong_lengths(folder: Path, records: list[Record], source: SourceSpec, 
     """Return the records that the rule length.tokens keeps, if the corpus's tokenizer was trained on its text. With an
     existing tokenizer, the step `clean` has applied the rule, and all records are returned."""
     corpus = read_plan(folder).corpus
-    bounds = corpus.rules_of(source).length.tokens
+    bounds = corpus.rules_for(source).length.tokens
     if not bounds or not isinstance(corpus.tokenizer, TokenizerSpec):
         return records
-    tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
+    tokenizer = cached_tokenizer(str((folder / "result/tokenizer").absolute()))
     kept = list[Record]()
     for record in records:
-        reason = broken_token_count_rule(tokenizer, record.texts, bounds)
+        reason = violated_token_count_rule(tokenizer, record.texts, bounds)
         if reason:
             removed.add(reason, record.texts)
         else:
@@ -447,7 +447,7 @@ def write_shard(path: Path, records: Iterable[Record]) -> None:
             members += 1
 
 
-def source_counts(folder: Path, source_number: int) -> dict[str, Any]:
+def sum_counts_of_source(folder: Path, source_number: int) -> dict[str, Any]:
     """Return the sums of a source's counts over its chunks: {"counts": {name: number}, "removed": {rule: number},
     "examples": {rule: removed texts}}."""
     counts = Counter[str]()
@@ -475,7 +475,7 @@ def move_source_shards(folder: Path, source_number: int) -> None:
                 tar = folder / f"tars/{chunk.number}.tar"
                 tar.replace(out / f"{plan.shard_name or out.name}-{shards:06d}.tar")
             shards += 1
-    summary = source_counts(folder, source_number)
+    summary = sum_counts_of_source(folder, source_number)
     counts = {"lines": summary["counts"]["read"], "records": summary["counts"]["records"], **summary["removed"]}
     if summary["counts"]["dropped_links"]:
         counts["dropped_links"] = summary["counts"]["dropped_links"]
@@ -483,7 +483,7 @@ def move_source_shards(folder: Path, source_number: int) -> None:
         "tool": plan.tool,
         "input": [Path(path).name for path in source.paths],
         "licence": source.licence,
-        "rules": corpus.rules_of(source).model_dump(exclude={"exclude"}, mode="json"),
+        "rules": corpus.rules_for(source).model_dump(exclude={"exclude"}, mode="json"),
         "counts": counts,
     }
     if shards:
@@ -501,12 +501,12 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
     for langs, held_out in records.items():
         out = folder / "result/heldout" / "-".join(langs)
         for start in range(0, len(held_out), CHUNK_UNITS):
-            with replacing(out / f"heldout-{start // CHUNK_UNITS:06d}.tar") as partial:
+            with replacement_file(out / f"heldout-{start // CHUNK_UNITS:06d}.tar") as partial:
                 write_shard(partial, held_out[start : start + CHUNK_UNITS])
         index.build_index(out, None, {"tool": plan.tool, "heldout": True})
 
 
-def respell_lexicon(folder: Path, lexicon_number: int) -> None:
+def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
     """Write a dictionary with each word in its commonest spelling in the kept text, unless the corpus's tokenizer can
     use none of its entries."""
     corpus = read_plan(folder).corpus
@@ -515,18 +515,18 @@ def respell_lexicon(folder: Path, lexicon_number: int) -> None:
     sources = [Source(path.parent) for path in folder.glob("result/shards/*/index.json")]
     entries = truecase_entries(read_entries(path), langs, sources)
     out = folder / "result/lexicon" / path.name
-    with replacing(out) as partial:
+    with replacement_file(out) as partial:
         write_entries(list(dict.fromkeys(entries)), partial)
     if corpus.tokenizer:
         try:
-            load_lexicon(out, load_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
+            load_lexicon(out, cached_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
         except UserError as error:  # a run would refuse the dictionary
             print(f"the dictionary is left out, because training could not use it: {error}", file=sys.stderr)
             out.unlink()
 
 
 STEPS: dict[str, PrepareStep] = {
-    "cut": PrepareStep(cut_source, lambda folder: len(read_plan(folder).corpus.sources)),
+    "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
     "select": PrepareStep(select_units, lambda folder: len(read_plan(folder).corpus.groups)),
     "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.directions)),
@@ -534,6 +534,6 @@ STEPS: dict[str, PrepareStep] = {
     "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
     "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
     "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.groups)),
-    "lexicons": PrepareStep(respell_lexicon, lambda folder: len(read_plan(folder).corpus.lexicons)),
+    "lexicons": PrepareStep(write_truecased_lexicon, lambda folder: len(read_plan(folder).corpus.lexicons)),
 }
 """The steps in order."""

@@ -94,7 +94,7 @@ def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenize
     trained = Tokenizer(models.WordPiece())
     trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _normalised_lines_and_character_counts(texts, normalizer) as (lines, characters):
-        alphabet = _alphabet(characters, vocab_size - len(special), lambda char: 1 + is_inside(char))
+        alphabet = _choose_alphabet(characters, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             special_tokens=special + sorted("##" + char for char in alphabet if is_inside(char)),
@@ -147,7 +147,7 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
     )
     with _normalised_lines_and_character_counts(texts, tokenizer.normalizer) as (lines, characters):
         rare = set().union(*characters.values())
-        rare.difference_update(_alphabet(characters, vocab_size - len(_BYTES), lambda char: 1))
+        rare.difference_update(_choose_alphabet(characters, vocab_size - len(_BYTES), lambda char: 1))
         to_spaces = str.maketrans(dict.fromkeys(rare, " "))
         tokenizer.train_from_iterator((line.translate(to_spaces) for line in lines), trainer)
     tokenizer.model = _reproducible_unigram(tokenizer, len(special))
@@ -188,7 +188,7 @@ def _normalised_lines_and_character_counts(
         yield spool, characters
 
 
-def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callable[[str], int]) -> list[str]:
+def _choose_alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callable[[str], int]) -> list[str]:
     """Return the characters of a vocabulary, as far as they fit: the most frequent characters of each language, which
     make up the share COVERAGE of the language's text, and the _ALPHABET most frequent characters of all text.
 

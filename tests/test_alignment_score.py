@@ -15,7 +15,13 @@ from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon, without_with
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
-from xscale.eval.alignment_score import ProbeWords, build_probes, find_probes, language_tokens, trained_tokens
+from xscale.eval.alignment_score import (
+    ProbeWords,
+    build_probes,
+    build_probes_of_run,
+    token_ids_of_language,
+    token_ids_trained_on,
+)
 from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
 from xscale.ranks import HostGroup
@@ -38,7 +44,9 @@ def test_score_is_nearest_neighbour_search_by_hand() -> None:
     targets = sorted({b for _, b in pairs} | set(range(20)))
     expected = by_hand(table, pairs, targets)
     assert 0.2 < expected < 0.8
-    assert ProbeWords(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
+    assert ProbeWords(np.unique(pairs, axis=0), np.array(targets)).translation_accuracy(table) == pytest.approx(
+        expected
+    )
 
 
 def plain_tokens(source: Source, language: str, tokenizer: Tokenizer) -> set[int]:
@@ -52,7 +60,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     """Of every record of every source; the source language's own do not."""
     sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
-    tokens = {language: language_tokens(language, sources, tokenizer) for language in ("en", "xx")}
+    tokens = {language: token_ids_of_language(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
     for words in build_probes([lexicon], [], 0.2, tokens).values():
@@ -79,7 +87,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)
-    language_tokens("xx", sources, tokenizer)
+    token_ids_of_language("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
     assert numbers == shards.sample_records(1200, 128).tolist() and len(numbers) == 128
     assert 50 < sum(n < 600 for n in numbers) < 78
@@ -132,7 +140,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
     assert asked(lexicon, other) == []
-    assert trained_tokens(lexicon, 0.3).tolist() == [1, 3] and trained_tokens(other, 0.3).tolist() == [4, 8]
+    assert token_ids_trained_on(lexicon, 0.3).tolist() == [1, 3] and token_ids_trained_on(other, 0.3).tolist() == [4, 8]
 
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:
@@ -144,11 +152,11 @@ def test_dictionaries_of_one_name_are_measured_together() -> None:
 
 def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Rows of the words that training would not withhold are their translations': these are found, withheld words are
-    not; nor any in a random table, and all where all are planted. The share is the model's, unless one is given."""
+    not; nor any in a random table, and all where all are planted. The share is the model's."""
     path = demo / "lexicon" / "xx-en.txt"
     lexicon = load_lexicon(path, tokenizer)
 
-    def model(name: str, planted: Lexicon | None, heldout: float | None = None) -> Path:
+    def model(name: str, planted: Lexicon | None, heldout: float | None = 0.2) -> Path:
         encoder = build_encoder(
             init=None, preset="tiny", dropout=0.0, max_length=64, vocab_size=tokenizer.vocab_size,
             pad_id=tokenizer.pad_id, languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=0,
@@ -162,10 +170,10 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
         tokenizer.hf.save_pretrained(tmp_path / name)
         return tmp_path / name
 
-    def scores(model: Path, *options: object) -> dict[str, float]:
+    def scores(model: Path) -> dict[str, float]:
         out = tmp_path / "scores.json"
         given = ["--model", model, "--task", "alignment", "--data", demo / "pairs", "--lexicons", path, "--out", out]
-        assert run.main([str(word) for word in (*given, *options)]) == 0
+        assert run.main(list(map(str, given))) == 0
         (measured,) = json.loads(out.read_text())["results"]["alignment"].values()
         return measured
 
@@ -178,9 +186,9 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
     assert found["xx->en"] < 0.1 and found["xx->en trained"] > 0.8
     half = scores(model("half", without_withheld(lexicon, 0.5), heldout=0.5))
     assert half["xx->en"] < 0.1 and half["xx->en trained"] > 0.8 and half["words"] > 0.3 * whole
-    none = scores(tmp_path / "half", "--lexicon_heldout", 0)
+    none = scores(model("none", without_withheld(lexicon, 0.5), heldout=0.0))
     assert "xx->en" not in none and none["words"] == 0 and none["words trained"] == whole
-    everything = scores(tmp_path / "half", "--lexicon_heldout", 1)
+    everything = scores(model("foreign", without_withheld(lexicon, 0.5), heldout=None))
     assert "xx->en trained" not in everything and everything["words"] == whole
     weighted = sum(half[f"xx->en{kind}"] * half[f"words{kind}"] for kind in ("", " trained")) / whole
     assert none["xx->en trained"] == everything["xx->en"] == pytest.approx(weighted)
@@ -197,11 +205,11 @@ def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: p
     words = ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets]
     corpus = launch.loader_of(words, measured=False).corpus
     lists = sum(-(-source.records // 100) for source in corpus.sources if "xx" in source.langs)
-    assert len(find_probes(corpus, HostGroup(), noted.append)) == 2
+    assert len(build_probes_of_run(corpus, HostGroup(), noted.append)) == 2
     assert noted == ["counting tokens of xx"] * lists and lists > 9
     other = HostGroup()
     other.is_main = False
-    assert find_probes(corpus, other, noted.append) == {}
+    assert build_probes_of_run(corpus, other, noted.append) == {}
 
 
 def test_too_few_words_have_no_score(
@@ -219,7 +227,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            withheld, trained = find_probes(loader.corpus, HostGroup(), lambda doing: None).values()
+            withheld, trained = build_probes_of_run(loader.corpus, HostGroup(), lambda doing: None).values()
         left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the words"
         assert (left_out in caplog.text) == noted
-        assert withheld.score(table) is None and trained.score(table) is not None
+        assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

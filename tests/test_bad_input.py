@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools import demo_corpus, index, inspect, lexicon, steps, tokenizer, write_shards
 from data_tools.command import run
-from data_tools.readers import checked_lines, input_files
+from data_tools.readers import input_files, read_checked_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source
 from xscale.data.stream import select_sources
@@ -127,7 +127,7 @@ def test_a_folder_with_a_file_of_information_is_no_data_set(tmp_path: Path) -> N
 
 def test_real_text_looks_like_no_other_format(plain_texts: list[Path]) -> None:
     for path in plain_texts:
-        assert next(checked_lines(path))
+        assert next(read_checked_lines(path))
     assert len(plain_texts) >= 5
 
 

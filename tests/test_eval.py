@@ -88,9 +88,9 @@ def test_rows_of_several_pairs_have_the_numbers_of_single_pairs(
 ) -> None:
     model = ExportedModel(hf)
     (source,) = find_sources([demo / "heldout"])
-    together = heldout.evaluate(model, source, 60)
+    together = heldout.evaluate(model, source, 60)[""]
     monkeypatch.setattr(heldout, "ROW", 1)
-    alone = heldout.evaluate(model, source, 60)
+    alone = heldout.evaluate(model, source, 60)[""]
     assert together == pytest.approx(alone, rel=1e-6)
     intervals = [bootstrap.intervals({"heldout": {"": scores}}) for scores in (together, alone)]
     (first, second) = (list(interval["heldout"][""].values()) for interval in intervals)
@@ -166,7 +166,7 @@ def test_a_task_that_fails_loses_no_others_scores(
     assert "error: task alignment on en-xx: task alignment needs a dictionary" in printed.err
     assert "Traceback" not in printed.err and "heldout en-xx: tlm_loss" in printed.out
 
-    def broken(*arguments: Any) -> dict[str, float]:
+    def broken(*_: Any, **arguments: Any) -> dict[str, float]:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(heldout, "evaluate", broken)

@@ -21,7 +21,12 @@ from xscale.eval.finetune import tasks, training
 from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.finetune.tasks import TASKS, read_examples
 from xscale.eval.finetune.training import FineTunedModel, SequenceMaker
-from xscale.eval.finetune.transfer import below_majority_warnings, plan_training, switch_languages, tabulate
+from xscale.eval.finetune.transfer import (
+    below_majority_warnings,
+    plan_training,
+    summarize_by_language,
+    switch_languages,
+)
 from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -168,33 +173,22 @@ def test_bad_files_are_named_with_the_line(tmp_path: Path, what: str) -> None:
     assert str(tmp_path / name) in str(raised.value)
 
 
-def test_local_data_sets(tmp_path: Path) -> None:
-    """The folder of save_to_disk and its .parquet give the same examples, with names for the numbers of labels. A file
-    that `datasets` has cached in the folder is not read."""
+def test_tables(tmp_path: Path) -> None:
+    """A .parquet file has names for the numbers of labels."""
     import datasets
 
     text = datasets.Value("string")
     features = datasets.Features({"premise": text, "hypothesis": text})
     features["label"] = datasets.ClassLabel(names=["entailment", "neutral"])
     pairs = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
-    pairs.save_to_disk(tmp_path / "disk[1]")
-    (data,) = (tmp_path / "disk[1]").glob("*.arrow")
-    (tmp_path / "disk[1]" / "cache-1.arrow").write_bytes(data.read_bytes())
     pairs.to_parquet(tmp_path / "a.parquet")
-    for name in ("disk[1]", "a.parquet"):
-        (example,) = read_examples(TASKS["xnli"], tmp_path / name, "en", None)
-        assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
-    datasets.DatasetDict({"test": pairs}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"splits has the splits test\. Use the folder of one split"):
-        read_examples(TASKS["xnli"], tmp_path / "splits", "en", None)
-    data.write_text(POINTER)
-    with pytest.raises(UserError, match=rf"{data.name} is a pointer of Git LFS"):
-        read_examples(TASKS["xnli"], tmp_path / "disk[1]", "en", None)
+    (example,) = read_examples(TASKS["xnli"], tmp_path / "a.parquet", "en", None)
+    assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
     tagged = datasets.Features({"id": text, "tokens": datasets.List(text)})
     tagged["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-PER"]))
     tags = datasets.Dataset.from_dict({"id": ["s7"], "tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
-    tags.save_to_disk(tmp_path / "tags")
-    (example,) = read_examples(TASKS["ner"], tmp_path / "tags", "en", None)
+    tags.to_parquet(tmp_path / "tags.parquet")
+    (example,) = read_examples(TASKS["ner"], tmp_path / "tags.parquet", "en", None)
     assert (example.texts, example.labels, example.place) == (("Ann", "ran"), ("B-PER", "O"), "row 1")
     answers = {"text": ["Ada"], "answer_start": [0]}
     question = {"id": "q7", "question": "Who?", "context": "Ada wrote it.", "answers": answers}
@@ -270,7 +264,7 @@ def test_a_words_tag_is_read_from_its_first_token(maker: SequenceMaker, tokenize
     for i in range(4):
         sentence = tuple(words[(7 * i + 11 * n) % 60] for n in range(3 + i))
         examples.append(LabelledExample(sentence, ("X",) * len(sentence)))
-    features = [TASKS["pos"].encode(example, maker, None)[0] for example in examples]
+    features = [TASKS["pos"].encode(example, maker, tasks.UPOS)[0] for example in examples]
     found, model = logits_of("pos", maker, features, tasks.UPOS)
     labels = maker.collate([TASKS["pos"].encode(example, maker, tasks.UPOS) for example in examples])["labels"]
     for row, example in enumerate(examples):
@@ -303,7 +297,7 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [LabelledExample(pair, ("b",), languages=("en", "de")) for pair in texts]
-    features = [TASKS["xnli"].encode(example, maker, None)[0] for example in examples]
+    features = [TASKS["xnli"].encode(example, maker, ["a", "b"])[0] for example in examples]
     found, model = logits_of("xnli", maker, features, ["a", "b"])
     lm = AutoModelForMaskedLM.from_pretrained(hf)
     for row, pair in enumerate(texts):
@@ -417,7 +411,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "en zero-shot": {"accuracy": [1 / 3]},
         "en majority": {"accuracy": [2 / 3]},
     }
-    found = tabulate(scores, {"de": text_of("de"), "en": text_of("en")})
+    found = summarize_by_language(scores, {"de": text_of("de"), "en": text_of("en")})
     assert found["de zero-shot"] == {
         "examples": 6,
         "accuracy": pytest.approx(2 / 3),
@@ -447,7 +441,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test file is in this language. Write --test fr=FILE"),
         (
             "--train en=de.tsv de=de.tsv ger=other.tsv",
-            "other.tsv is the second training file for supervised scores in ger",
+            "two texts for supervised scores are in one language: en, de, ger",
         ),
         (
             "--train en=de.tsv --test de=other.tsv",

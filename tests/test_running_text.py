@@ -145,7 +145,7 @@ def word_ranges(run: Run) -> list[range]:
 def test_documents_of_every_form(tmp_path: Path, lines, form: str) -> None:
     made = corpus()
     texts = list(lines(made))
-    assert readers.guess_form([text.strip() for text in texts[: readers.HEAD_LINES]]) == form
+    assert readers.guess_text_form([text.strip() for text in texts[: readers.HEAD_LINES]]) == form
     for options in ((), ("--documents", form), ("--shard_lines", 10)):
         source = Source(write(tmp_path / str(options), texts, *options))
         found = indexed(source)

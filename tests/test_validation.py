@@ -25,20 +25,17 @@ from xscale.data.shards import find_sources
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.dry_run import dry_run
 from xscale.errors import LOG, UserError
-from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
     HeldoutTask,
-    find_number,
+    check_number_is_measured,
     find_task_sources,
-    heldout_streams,
-    mean_scores,
+    streams_of_heldout_text,
 )
 from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key, loss_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, load_recipe
-from xscale.report.read import ScoreName, read_run
 from xscale.run.folder import start_logging
 from xscale.run.metrics import JsonLines, TensorBoardWriter
 from xscale.run.resolve import resolve_run
@@ -242,7 +239,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources)}
+    measured = {s.name: (s.sources, s.samples) for s in streams_of_heldout_text(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}
 
@@ -282,22 +279,12 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
     dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
-def test_a_number_is_found_by_its_path() -> None:
+def test_a_number_that_an_evaluation_lacks_is_named_with_what_it_has() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}}
-    assert find_number(results, "heldout/tlm en-xx/loss") == 3.0 and find_number(results, "aer/en-fr/AER") is None
+    check_number_is_measured(results, "heldout/tlm en-xx/loss")
+    check_number_is_measured(results, "aer/en-fr/AER")
     with pytest.raises(UserError, match=r"heldout/mlm/loss. The task heldout has the rows tlm en-xx"):
-        find_number(results, "heldout/mlm/loss")
-
-
-def test_means_over_pairs() -> None:
-    """The mean over pairs has the interval of the mean."""
-    same = accuracies(torch.eye(40), torch.eye(40), "cosine", ("en", "xx"))
-    other = accuracies(torch.eye(40), torch.eye(40).roll(1, 0), "cosine", ("en", "yy"))
-    means = mean_scores({"en-xx": same, "en-yy": other})
-    assert means == {"accuracy": 0.5}
-    assert intervals({"retrieval": {"all": means}})["retrieval"]["all"] == {"accuracy": [0.5, 0.5]}, (
-        "every resampled text has 1 and 0"
-    )
+        check_number_is_measured(results, "heldout/mlm/loss")
 
 
 def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> None:
@@ -346,20 +333,17 @@ def test_the_log_has_the_streams_and_means_of_an_evaluation(tmp_path: Path, capl
 
 
 def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
-    """The report reads the bootstrap's intervals; a loss that is a plain number has none."""
+    """They are the bootstrap's; a loss that is a plain number has none."""
     validation = validation_in(tmp_path, -1)
     vectors = torch.eye(40)
     scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
     validation.report_results(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
     validation.lines.flush()
-    (tmp_path / "metrics.jsonl").touch()
-    run = read_run(tmp_path)
+    entry = json.loads((tmp_path / "evals.jsonl").read_text())
     right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10
-    low, high = np.quantile(right.mean(1), (0.025, 0.975))
-    scores = run.last
-    assert scores[ScoreName("retrieval", "en-xx", "accuracy")].interval == pytest.approx((low, high))
-    assert scores[ScoreName("retrieval", "en-xx", "sentences")].interval is None
-    assert scores[ScoreName("heldout", "mlm", "loss")].interval is None
+    bounds = np.quantile(right.mean(1), (0.025, 0.975))
+    assert list(entry["intervals"]) == ["retrieval"]
+    assert entry["intervals"]["retrieval"]["en-xx"]["accuracy"] == pytest.approx(bounds)
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:

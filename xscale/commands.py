@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xscale import __version__
 from xscale.errors import TOOLS
-from xscale.removed import removed_name
+from xscale.removed import removed_name_error
 
 MODULES = {
     "train": "xscale.train",
@@ -60,10 +60,10 @@ def main() -> None:
         tool = take_word()
         if tool in DATA_TOOLS:
             run_module(f"{TOOLS}.{tool}")
-        refuse(tool, f"data_tools.{tool}", DATA_USAGE)
+        print_usage_and_exit(tool, f"data_tools.{tool}", DATA_USAGE)
     if command in MODULES:
         run_module(MODULES[command])
-    refuse(command, f"xscale.{command}", USAGE)
+    print_usage_and_exit(command, f"xscale.{command}", USAGE)
 
 
 def take_word() -> str:
@@ -77,7 +77,7 @@ def run_module(module: str) -> None:
     sys.exit(0)
 
 
-def refuse(word: str, module: str, usage: str) -> None:
+def print_usage_and_exit(word: str, module: str, usage: str) -> None:
     """Print the usage and what replaces a removed command, and exit: with 0 if the word asks for help, else with 2."""
     if word in ("-h", "--help"):
         print(usage)
@@ -85,7 +85,7 @@ def refuse(word: str, module: str, usage: str) -> None:
     print(usage, file=sys.stderr)
     if word:
         print(
-            f"error: {removed_name(module) or f'{word!r} is unknown; the known names are listed above'}",
+            f"error: {removed_name_error(module) or f'{word!r} is unknown; the known names are listed above'}",
             file=sys.stderr,
         )
     sys.exit(2)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from xscale.removed import removed_flag
+from xscale.removed import removed_flag_error
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
 """The name of the package of the data tools. It differs between a wheel and a checkout."""
@@ -115,7 +115,7 @@ def check_arguments(words: list[str]) -> None:
     """Raise UserError if an argument is empty (for example from an unset variable), is not UTF-8, or is a removed
     flag."""
     for before, word in zip(["", *words], words, strict=False):
-        if removed := removed_flag(word):
+        if removed := removed_flag_error(word):
             raise UserError(removed)
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(

@@ -23,7 +23,12 @@ from xscale.checkpoint.restore import load_model_of_run
 from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.retrieval import POOLINGS
-from xscale.eval.sentence_files import SentenceVectors, choose_vectors, write_json, write_vector_files
+from xscale.eval.sentence_files import (
+    SentenceVectors,
+    choose_sentence_vectors,
+    write_json,
+    write_sentence_transformers_files,
+)
 from xscale.models.build import longest_sequence, read_xscale_field
 
 CARD_TEMPLATE = Path(__file__).parent / "eval" / "card.md"
@@ -61,7 +66,7 @@ def main() -> int:
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
         print(f"exported {path} to {args.out}")
         if args.push:
-            push(args.out, args.push)
+            push_to_hub(args.out, args.push)
             print(f"uploaded {args.out} to {args.push}")
     except (UserError, OSError) as error:
         return report_error(error)
@@ -70,24 +75,24 @@ def main() -> int:
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
     """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
-    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export;
-    None: export the whole model. Raises UserError."""
-    path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
+    pooling: how sentence vectors are pooled; None: see choose_sentence_vectors. layers: the number of first layers to
+    export; None: export the whole model. Raises UserError."""
+    path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
     files.check_writable(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
-    vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
-    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
+    vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling, layers)
+    card = make_model_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
     if layers is not None:
-        lm = first_layers(lm, layers).base_model
+        lm = copy_first_layers(lm, layers).base_model
     write_directory(out, lm, path / checkpoints.HF, vectors, card)
     print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
     return path
 
 
-def find_best(run: Path) -> Path:
+def find_best_checkpoint(run: Path) -> Path:
     """Return the directory of the run's checkpoint with the best value of checkpoint.best. Raises UserError."""
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
@@ -98,7 +103,7 @@ def find_best(run: Path) -> Path:
     return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
 
 
-def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
+def copy_first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a copy of the first layers of a model. The copy's masked-LM head is meaningless. Raises UserError."""
     config = copy.deepcopy(lm.config)
     last = config.num_hidden_layers
@@ -113,7 +118,7 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     missing, _ = first.load_state_dict(lm.state_dict(), strict=False)
-    assert not [name for name in missing if not name.endswith("position_ids")], missing
+    assert not missing, missing
     return first
 
 
@@ -138,21 +143,21 @@ def write_directory(
     with files.publish(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        name_tokenizer_class(partial / "tokenizer_config.json")
-        write_vector_files(partial, vectors, config, longest)
+        write_old_tokenizer_class(partial / "tokenizer_config.json")
+        write_sentence_transformers_files(partial, vectors, config, longest)
         if card:
             card.save(partial / "README.md")
         files.apply_umask(partial)
 
 
-def name_tokenizer_class(path: Path) -> None:
+def write_old_tokenizer_class(path: Path) -> None:
     """Write the tokenizer's class under its name in transformers 4, which transformers 5 reads, too."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":
         write_json(path, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def checkpoint_card(
+def make_model_card(
     checkpoint: checkpoints.Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None
 ) -> ModelCard:
     """Return the model card of an exported checkpoint. config: the model's configuration. name: the export's name.
@@ -188,7 +193,7 @@ def checkpoint_card(
     )
 
 
-def push(folder: Path, repo: str) -> None:
+def push_to_hub(folder: Path, repo: str) -> None:
     """Upload an export to the hub's repository `repo`, which is created as private if needed. Raises UserError."""
     api = HfApi(library_name="xscale")
     try:

@@ -138,6 +138,13 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}). Choose another folder") from None
 
 
+def check_output_file(path: Path) -> None:
+    """Raise UserError if `path`, the value of --out, cannot be written as a file."""
+    if path.is_dir():
+        raise UserError(f"--out {path} is a directory. Choose a file")
+    check_writable(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the content of a file. A kill at any moment leaves the old content or the new."""
     with publish(path) as partial:

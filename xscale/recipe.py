@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, TypeAdapt
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError, indent_lines
-from xscale.removed import removed_field
+from xscale.removed import removed_field_error
 from xscale.strict_yaml import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -588,7 +588,7 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
     for name, value in fields.items():
         if name not in ("until", *allowed):
             problems.append(
-                removed_field(name)
+                removed_field_error(name)
                 or f"{name}: a phase cannot change this field. A phase can change {', '.join(allowed)}"
             )
         elif name not in ("until", "data.languages_add"):
@@ -634,7 +634,7 @@ def field_names(cls: Any) -> list[str]:
 
 def unknown_key(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
-    return removed_field(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
+    return removed_field_error(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
 
 def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> str:

@@ -30,6 +30,7 @@ FLAGS: dict[str, str] = {
     "--parts": "start one job per task, each with another --task and --out",
     "--part": "start one job per task, each with another --task and --out",
     "--card": "`huggingface_hub.metadata_update` writes scores into the card of a model",
+    "eval.run --lexicon_heldout": "the task alignment uses the share of the model's own training",
     "eval.run --pairs": "all pairs with English are measured; if a folder of --texts has no English, all pairs",
     "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
@@ -119,7 +120,7 @@ COMMANDS: dict[str, str] = {
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 
 
-def removed_flag(word: str) -> str:
+def removed_flag_error(word: str) -> str:
     """Return the error about a word of the command line that is a removed flag, such as --data_change=append, or ""."""
     flag = word.partition("=")[0]
     program = ".".join(Path(sys.argv[0]).with_suffix("").parts)
@@ -130,7 +131,7 @@ def removed_flag(word: str) -> str:
     return ""
 
 
-def removed_field(name: str) -> str:
+def removed_field_error(name: str) -> str:
     """Return the error about a field of a recipe that was removed or has another name here, such as streams.mlm.tokens,
     or ""."""
     for pattern, substitute in FIELDS.items():
@@ -142,10 +143,8 @@ def removed_field(name: str) -> str:
     return ""
 
 
-def removed_name(name: str) -> str:
+def removed_name_error(name: str) -> str:
     """Return the error about a removed key of corpus.yaml, such as opus, or the module of a removed command, such as
     xscale.doctor, or ""."""
-    for table in (CORPUS_KEYS, COMMANDS):
-        if name in table:
-            return f"{name} is no longer part of xscale: {table[name]}"
-    return ""
+    substitute = CORPUS_KEYS.get(name) or COMMANDS.get(name)
+    return f"{name} is no longer part of xscale: {substitute}" if substitute else ""

@@ -86,8 +86,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="RUN@STEP",
         help="begin the run at the checkpoint of step STEP of another run, whose folder is RUN",
     )
-    parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
-    parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
+    parser.add_argument("--steps", dest="set", action="append", type="train.steps={}".format, metavar="N",
+        help="short for --set train.steps=N")  # fmt: skip
+    parser.add_argument("--seed", dest="set", action="append", type="train.seed={}".format, metavar="N",
+        help="short for --set train.seed=N")  # fmt: skip
     parser.add_argument(
         "--dry_run",
         action="store_true",
@@ -107,7 +109,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--ranks needs --dry_run and a number from 1 to {MOST_RANKS:,}. For a training, set the number of "
             "ranks by the launcher, such as deepspeed --num_gpus"
         )
-    args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
         parser.error("remove --resume: a command with --fork begins the new run, and the same command resumes it later")
     if args.out and "://" in args.out:

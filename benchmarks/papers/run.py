@@ -251,7 +251,7 @@ class Grid:
         (heldout,) = (world / "heldout").iterdir()
         pair = heldout.name
         texts = [*sorted((world / "shards").glob("mono/*")), *sorted((world / "shards").glob("sides/*"))]
-        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout, *texts, "--lexicon_heldout", 1)
+        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout, *texts)
         sentences = ("retrieval", "heldout", "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)
         scores: Scores = {}
         for kind, more in (("withheld", sentences), ("all", ())):
@@ -259,7 +259,7 @@ class Grid:
             tasks = ["alignment"] if dictionary.stat().st_size else []  # training may have all words
             results = self.results(cell, kind, *evaluate, "--lexicons", dictionary, "--task", *tasks, *more)
             for row in results.get("alignment", {}).values():
-                scores[f"aligned {kind}"] = 100 * row.get(pair.replace("-", "->", 1), math.nan)
+                scores[f"aligned {kind}"] = 100 * row.get(pair.replace("-", "->", 1) + " trained", math.nan)
             for pooling in ("mean", "cls") if more else ():
                 rows = [row for name, row in results["retrieval"].items() if pooling in name.split()]
                 scores[f"retrieval {pooling}"] = 100 * max(row["accuracy"] for row in rows)

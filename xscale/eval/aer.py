@@ -6,10 +6,8 @@ the alignment error rate (Och & Ney 2003).
 A: predicted links; S: sure links; P: sure and possible links. The counts are sums over the whole test set; F1 is the
 harmonic mean of precision and recall.
 
-Two words are linked if any of their tokens are. Tokens are linked by one of two methods:
-
-    argmax   each of the two tokens is the other's nearest by cosine (SimAlign; Jalili Sabet et al. 2020)
-    softmax  the softmaxes of dot products over both sentences exceed 0.001 (awesome-align; Dou & Neubig 2021)
+Two words are linked if any of their tokens are. Two tokens are linked if each of them is the other's nearest by cosine
+(the method argmax of SimAlign; Jalili Sabet et al. 2020).
 
 Words are separated by spaces and tabs alone, because aligners and files of links number words in this way. The two
 sentences go through the encoder separately.
@@ -18,9 +16,9 @@ Shape letters: I tokens of the first sentence, J of the second, T of either, L l
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +28,10 @@ from torch import Tensor
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.eval.bootstrap import bootstrap
+from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores
-from xscale.eval.retrieval import ALL, layer_numbers, layer_states, make_stream_batch
+from xscale.eval.retrieval import layer_numbers, layer_states, make_stream_batch
 
-THRESHOLD = 1e-3
-"""The minimum probability of a softmax link, as in awesome-align."""
 LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 Links = set[tuple[int, int]]
 """Pairs (index of a word of the first sentence, index of a word of the second sentence)."""
@@ -60,37 +56,30 @@ def argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
     return (there * back.T).bool()
 
 
-def softmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """Return [I, J]: True where both softmaxes, over I and over J, exceed THRESHOLD."""
-    product_IJ = x_IH @ y_JH.T
-    return (product_IJ.softmax(1) > THRESHOLD) & (product_IJ.softmax(0) > THRESHOLD)
-
-
-METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"argmax": argmax_links, "softmax": softmax_links}
-
-
 def evaluate(
-    model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
+    model: ExportedModel, gold_paths: Sequence[Path], langs: Sequence[str], layers: Sequence[str | int], limit: int
 ) -> dict[str, Scores]:
-    """Return {`METHOD layer N`: scores}. The scores are the error rates, the number of pairs, and the number `cut` of
-    pairs with a truncated sentence. gold: pairs with links made by hand."""
+    """Return {`argmax layer N`: scores}. The scores are the error rates, the number of pairs, and the number `cut` of
+    pairs with a truncated sentence. gold_paths: those of read_linked_pairs. limit: the maximum number of pairs. Raises
+    UserError."""
+    gold = read_linked_pairs(*gold_paths)[:limit]
     numbers = layer_numbers(layers, model)
-    predicted: dict[str, list[Links]] = {}
-    for method, layer in product(METHODS, numbers):
-        predicted[f"{method} layer {layer}"] = []
+    predicted = defaultdict[int, list[Links]](list)
     truncated = 0
     for pair in gold:
         x = encode_sentence(model, pair.words[0], langs[0], numbers)
         y = encode_sentence(model, pair.words[1], langs[1], numbers)
         truncated += x.is_truncated or y.is_truncated
-        for method, (place, layer) in product(METHODS, enumerate(numbers)):
+        for layer, x_IH, y_JH in zip(numbers, x.states_LTH, y.states_LTH, strict=True):
             links: Links = set()
             if x.words and y.words:
-                is_linked_IJ = METHODS[method](x.states_LTH[place], y.states_LTH[place])
-                links = {(x.words[i], y.words[j]) for i, j in is_linked_IJ.nonzero().tolist()}
-            predicted[f"{method} layer {layer}"].append(links)
-    counts = {"sentences": len(gold), "cut": truncated}
-    return {name: error_rates(links_of_pairs, gold) | counts for name, links_of_pairs in predicted.items()}
+                links = {(x.words[i], y.words[j]) for i, j in argmax_links(x_IH, y_JH).nonzero().tolist()}
+            predicted[layer].append(links)
+    results = {}
+    for layer in numbers:
+        scores = error_rates(predicted[layer], gold)
+        results[f"argmax layer {layer}"] = scores | {"sentences": len(gold), "cut": truncated}
+    return results
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,7 @@ def error_rates(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Score
         error_rate = 1 - (right_sure + right) / np.maximum(links + sure, 1)
         return {"AER": error_rate, "precision": precision, "recall": recall, "F1": f1}
 
-    return bootstrap(np.array(counts), scores_of)
+    return scores_with_intervals(np.array(counts), scores_of)
 
 
 def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]:
@@ -138,10 +127,8 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     link has a 0, else from 1. Raises UserError."""
     lines = read_plain_lines(text)
     separator = "\t"
-    form = "sentence<TAB>sentence<TAB>links"
     if links is not None:
         separator = "|||"
-        form = "sentence ||| sentence"
         link_lines = read_plain_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
@@ -154,23 +141,16 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     for number, line in enumerate(lines, start=1):
         row = [re.findall("[^ \t]+", cell) for cell in line.split(separator)]  # U+3000 can be a word of Japanese text
         if len(row) != 3 or not row[0] or not row[1]:
-            raise UserError(f"{text}: line {number}: {line[:60]!r} does not have the form `{form}`. Correct the line")
+            raise UserError(
+                f"{text}: line {number}: {line[:60]!r} does not have the form `sentence<TAB>sentence<TAB>links` or, "
+                "with a file of links, `sentence ||| sentence`. Correct the line"
+            )
         rows.append(row)
         if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):
             first = 0
-    pairs: list[LinkedPair] = []
-    is_clear = first == 0
+    pairs = []
     for number, row in enumerate(rows, start=1):
-        pair = parse_linked_pair(row, first, f"{links or text}: line {number}")
-        for i, j in pair.possible:
-            is_clear = is_clear or i + 1 == len(row[0]) or j + 1 == len(row[1])
-        pairs.append(pair)
-    if not is_clear:
-        raise UserError(
-            f"{links or text}: xscale cannot tell whether the links count words from 0 or from 1, because no link "
-            "has the number 0 (a first word counted from 0) or the number of words of a sentence (a last word "
-            "counted from 1). Add a pair of sentences whose first or last words are linked"
-        )
+        pairs.append(parse_linked_pair(row, first, f"{links or text}: line {number}"))
     return pairs
 
 

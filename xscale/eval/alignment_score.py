@@ -51,7 +51,7 @@ class ProbeWords:
         return np.unique(self.pairs_P2[:, 0])
 
     @torch.no_grad()
-    def score(self, table_VH: Tensor) -> float | None:
+    def translation_accuracy(self, table_VH: Tensor) -> float | None:
         """Return the share of queries whose nearest neighbour in the embedding table is a translation; None for fewer
         than FEWEST queries."""
         if len(self.queries) < FEWEST:
@@ -91,7 +91,7 @@ def build_probes(
         pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
         targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
-        read = np.concatenate([trained_tokens(lexicon, withheld_share) for lexicon in (*trained, *group)])
+        read = np.concatenate([token_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained, *group)])
         is_trained = np.isin(pairs_P2[:, 0], read)
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
         probes[MetricKey("alignment", name)] = withheld
@@ -107,7 +107,7 @@ def build_probes(
 
 
 @cache
-def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
+def token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of the one-token words of a dictionary that objectives read. They read the entries that are not
     withheld and whose two sides differ."""
     ids: set[int] = set()
@@ -117,7 +117,7 @@ def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     return np.array(sorted(ids), dtype=np.int64)
 
 
-def language_tokens(
+def token_ids_of_language(
     language: str, sources: list[Source], tokenizer: Tokenizer, note: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
@@ -136,12 +136,13 @@ def language_tokens(
 
 
 def evaluate(
-    model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path], withheld_share: float
-) -> Scores:
-    """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
+    model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path]
+) -> dict[str, Scores]:
+    """Return {"": scores}: the alignment scores of the dictionaries of two languages, and the number of query words of
+    each score.
 
     sources: their texts have the tokens among which translations are searched. lexicon_paths: all dictionaries that the
-    model was trained with. withheld_share: the share of the dictionaries' entries that training withheld.
+    model was trained with.
     """
     lexicons = [load_lexicon(path, model.tokenizer, languages_of(sources)) for path in lexicon_paths]
     measured = []
@@ -150,7 +151,7 @@ def evaluate(
         source, target = lexicon.langs
         if {*find_spellings(source, langs), *find_spellings(target, langs)} == set(langs):
             measured.append(lexicon)
-            tokens[target] = language_tokens(target, sources, model.tokenizer)
+            tokens[target] = token_ids_of_language(target, sources, model.tokenizer)
     if not measured:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(langs)}. Write --lexicons "
@@ -158,19 +159,19 @@ def evaluate(
         )
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in measured}
     scores: Scores = {}
-    for metric, words in build_probes(measured, lexicons, withheld_share, tokens).items():
+    for metric, words in build_probes(measured, lexicons, model.lexicon_heldout, tokens).items():
         suffix = " trained" if metric.name == "alignment_trained" else ""
         scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
-        score = words.score(model.encoder.embeddings)
+        score = words.translation_accuracy(model.encoder.embeddings)
         if score is not None:
             scores[directions[metric.stream] + suffix] = score
-    return scores
+    return {"": scores}
 
 
 # The metrics of a run
 
 
-def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> Probes:
+def build_probes_of_run(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> Probes:
     """Return the words to score of a run's dictionaries on rank 0, and {} on other ranks. All ranks call it together,
     and divide the languages among themselves."""
     lexicons = corpus.lexicons + corpus.measured
@@ -178,7 +179,7 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     counts: list[Callable[[], np.ndarray]] = []
     for language in languages:
         show_progress = partial(note, f"counting tokens of {language}")
-        counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, show_progress))
+        counts.append(partial(token_ids_of_language, language, corpus.sources, corpus.tokenizer, show_progress))
     tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
     if not host_group.is_main:
         return {}
@@ -191,7 +192,7 @@ def alignment_metrics(engine: Any, probes: Probes) -> dict[str, float]:
     metrics = dict[str, float]()
     with whole_weight(engine, engine.module.encoder.embeddings) as table:
         for metric, words in probes.items():
-            score = words.score(table)
+            score = words.translation_accuracy(table)
             if score is not None:
                 metrics[str(metric)] = score
     return metrics

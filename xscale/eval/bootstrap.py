@@ -8,8 +8,8 @@ Shape letters: S sentences, C sums, R replicates, K classes.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -20,12 +20,19 @@ AT_ONCE = 2_000_000
 """The maximum number of sentences that are drawn in one call, because the drawn sums need memory."""
 ScoresOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 """A function from the sums of texts [..., C] to {name of a score: its value for each text [...]}."""
-ScoresOfTasks = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""{task: {results row: {metric: number or Score}}}."""
+T = TypeVar("T")
+ScoreTree = dict[str, dict[str, dict[str, T]]]
+"""{task: {results row: {metric: value}}}."""
+
+
+class ScoreName(NamedTuple):
+    task: str
+    row: str
+    metric: str
 
 
 class Score(float):
-    """A score with its values in resampled texts. A pickled or copied Score is a plain float."""
+    """A score with its values in resampled texts. It cannot be copied or pickled; `float(score)` can."""
 
     resampled: np.ndarray
     """The score in each resampled text [R]."""
@@ -35,16 +42,13 @@ class Score(float):
         score.resampled = resampled
         return score
 
-    def __reduce__(self) -> Any:
-        return float, (float(self),)
-
     @property
     def interval(self) -> tuple[float, float]:
         low, high = np.nanquantile(self.resampled, BOUNDS)
         return float(low), float(high)
 
 
-def bootstrap(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
+def scores_with_intervals(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
     """Return {name: Score} of a text, given the sums of each of its sentences."""
     sums_SC = np.asarray(sums_SC, dtype=np.float64)
     sentences = len(sums_SC)
@@ -93,28 +97,32 @@ def p_value(difference: Score) -> float:
     return float(np.clip(2 * smaller, 1 / REPLICATES, 1))
 
 
-def only_scores(
-    results: ScoresOfTasks, function: Callable[[Score], list[float]]
-) -> dict[str, dict[str, dict[str, Any]]]:
+def named_values(tree: ScoreTree[T]) -> Iterator[tuple[ScoreName, T]]:
+    """Yield each value of a tree with its name."""
+    for task, rows in tree.items():
+        for row, values in rows.items():
+            for metric, value in values.items():
+                yield ScoreName(task, row, metric), value
+
+
+def map_scores(results: ScoreTree[float], function: Callable[[Score], list[float]]) -> ScoreTree[list[float]]:
     """Return the results with function(score) in place of each Score, and without other numbers."""
-    mapped: dict[str, dict[str, dict[str, Any]]] = {}
-    for task, rows in results.items():
-        for row, scores in rows.items():
-            for name, score in scores.items():
-                if isinstance(score, Score):
-                    mapped.setdefault(task, {}).setdefault(row, {})[name] = function(score)
+    mapped: ScoreTree[list[float]] = {}
+    for name, score in named_values(results):
+        if isinstance(score, Score):
+            mapped.setdefault(name.task, {}).setdefault(name.row, {})[name.metric] = function(score)
     return mapped
 
 
-def intervals(results: ScoresOfTasks) -> dict[str, dict[str, dict[str, Any]]]:
+def intervals(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with [low, high] in place of each Score, and without other numbers."""
-    return only_scores(results, lambda score: list(score.interval))
+    return map_scores(results, lambda score: list(score.interval))
 
 
-def resampled_scores(results: ScoresOfTasks) -> dict[str, dict[str, dict[str, Any]]]:
+def resampled_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with a Score's values in resampled texts [R] in place of each Score, and without other
     numbers. The values are rounded to six digits."""
-    return only_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
+    return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 
 
 def format_score(name: str, value: float) -> str:
@@ -134,7 +142,7 @@ def accuracy(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         return {"accuracy": sums[..., 0] / sums[..., 1]}
 
-    return bootstrap(np.array(counts), scores_of)
+    return scores_with_intervals(np.array(counts), scores_of)
 
 
 def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
@@ -145,4 +153,4 @@ def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
         f1 = 2 * right / np.maximum(predicted + gold, 1)
         return {"f1": f1, "precision": right / np.maximum(predicted, 1), "recall": right / np.maximum(gold, 1)}
 
-    return bootstrap(counts_S3, scores_of)
+    return scores_with_intervals(counts_S3, scores_of)

@@ -26,7 +26,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext
 from xscale.errors import UserError
-from xscale.eval.bootstrap import bootstrap
+from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores, read_texts
 from xscale.objectives import Parts, tlm
 from xscale.step.module import encoder_states
@@ -36,9 +36,10 @@ ROW = 64
 _MASKS = rng.key("heldout")
 
 
-def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
-    """Return the loss of TLM in nats per masked token, its accuracy, the unigram entropy, the number of masked tokens,
-    and the number of dropped pairs, which exceed the model's positions. Raises UserError."""
+def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scores]:
+    """Return {"": scores}. The scores are the loss of TLM in nats per masked token, its accuracy, the unigram entropy,
+    the number of masked tokens, and the number of dropped pairs, which exceed the model's positions. Raises
+    UserError."""
     if model.headless:  # transformers has added a random head
         raise UserError(
             "the model has no masked-LM head, which task heldout measures. Use a directory that "
@@ -67,11 +68,12 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
         loss, right, targets = np.moveaxis(sums, -1, 0)
         return {"tlm_loss": loss / targets, "masked_accuracy": right / targets}
 
-    scores = bootstrap(sums_S3, scores_of)
-    scores["unigram_entropy"] = float(stats.entropy(np.bincount(list(chain.from_iterable(ids)))))
-    scores["targets"] = float(targets)
-    scores["dropped"] = float(len(texts) - len(sums_S3))
-    return scores
+    numbers = {
+        "unigram_entropy": float(stats.entropy(np.bincount(list(chain.from_iterable(ids))))),
+        "targets": float(targets),
+        "dropped": float(len(texts) - len(sums_S3)),
+    }
+    return {"": scores_with_intervals(sums_S3, scores_of) | numbers}
 
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes

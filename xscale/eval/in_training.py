@@ -19,13 +19,13 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records
-from xscale.data.stream import Stream, languages_and_pairs, matches_languages, unify_language_names
+from xscale.data.stream import Stream, matches_languages, unify_language_names
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.bootstrap import mean
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import choose_vectors
-from xscale.metric_keys import ALL, MetricKey, direction
+from xscale.eval.sentence_files import choose_sentence_vectors
+from xscale.metric_keys import ALL, MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
@@ -36,7 +36,7 @@ Results = dict[str, dict[str, float]]
 """{results row: {metric: number}} of one task. A results row is, for example, a stream or a pair of languages."""
 
 
-def measure_functions(
+def make_task_functions(
     loader: Loader, engine: Any, process: Process, note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """Return {task of the recipe: the function that measures it}. All ranks call such a function together, and its
@@ -51,7 +51,7 @@ def measure_functions(
     return functions
 
 
-def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> None:
+def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> None:
     """Raise UserError if a task cannot be measured, or not at this ZeRO stage. All ranks call it together."""
     for task in recipe.eval.tasks:
         if stage >= 3:
@@ -64,7 +64,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             sources = find_task_sources(task, recipe, corpus)
             check_file_sizes(sources, host_group)
             if task.kind == "heldout":
-                heldout_streams(recipe, corpus, sources)
+                streams_of_heldout_text(recipe, corpus, sources)
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -98,7 +98,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 # Held-out losses
 
 
-def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
+def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
     """Return the streams that can read held-out sources, with all their records as one step. Raises UserError if there
     is none."""
     streams = list[Stream]()
@@ -112,8 +112,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> li
         if chosen and stream.objective.needs == "links":
             chosen = list(select_linked_sources(stream.name, tuple(chosen), sources))
         if chosen:
-            groups = languages_and_pairs(sources, chosen)
-            stream = replace(stream, sources=tuple(chosen), idle=frozenset(), language_groups=groups)
+            stream = replace(stream, sources=tuple(chosen)).with_sources_of_all_phases(sources, chosen)
             streams.append(replace(stream, samples=stream.record_count(sources)))
     if not streams:
         raise UserError(
@@ -134,7 +133,7 @@ class HeldoutTask:
         tokens = source_sizes(sources, calibration, "tokens")
         streams = list[Stream]()
         measured = {}
-        for stream in heldout_streams(recipe, loader.corpus, sources):
+        for stream in streams_of_heldout_text(recipe, loader.corpus, sources):
             if stream.packed:
                 text = sum(tokens[source] for source in stream.sources)
                 stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
@@ -185,7 +184,7 @@ class ModelInTraining(ExportedModel):
         self.tokenizer = corpus.tokenizer
         self.languages = [NEUTRAL, *corpus.languages]
         self.language_embeddings = recipe.any_stream_sets("language_embeddings")
-        self.pooling = choose_vectors(recipe.identity()).pooling
+        self.pooling = choose_sentence_vectors(recipe.identity()).pooling
 
 
 class RetrievalTask:
@@ -203,7 +202,7 @@ class RetrievalTask:
         self.note = note
 
     def measure(self) -> Results:
-        """Return the results row `all` with the means over the sources of pairs, and a row for each source."""
+        """Return the results row `all` with the mean accuracy, and a row for each source."""
         pairs = [source.pair for source in self.sources]
         results: Results = {}
         self.model.encoder.eval()
@@ -212,17 +211,8 @@ class RetrievalTask:
             row = source.pair if pairs.count(source.pair) == 1 else f"{source.pair} ({source.directory})"
             (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
         self.model.encoder.train()
-        return {ALL: mean_scores(results)} | results
-
-
-def mean_scores(rows: Results) -> dict[str, float]:
-    """Return the mean of each score over the rows. Counts and the accuracies of one direction have no mean."""
-    values: dict[str, list[float]] = {}
-    for scores in rows.values():
-        for name, score in scores.items():
-            if direction(name) and "->" not in name:
-                values.setdefault(name, []).append(score)
-    return {name: mean(row_scores) for name, row_scores in values.items()}
+        accuracies = [scores["accuracy"] for scores in results.values()]
+        return {ALL: {"accuracy": mean(accuracies)}} | results
 
 
 TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
@@ -231,17 +221,12 @@ TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutT
 # Results
 
 
-def find_number(results: dict[str, Results], path: str) -> float | None:
-    """Return the number at the path TASK/ROW/METRIC, or None if the task was not measured. Raises UserError if the task
-    was measured and lacks the number."""
+def check_number_is_measured(results: dict[str, Results], path: str) -> None:
+    """Raise UserError if a task was measured and lacks the number at the path TASK/ROW/METRIC of checkpoint.best."""
     task, row, name = path.split("/", 2)
-    if task not in results:
-        return None
-    try:
-        return results[task][row][name]
-    except KeyError:
+    if task in results and name not in results[task].get(row, {}):
         raise UserError(
             f"checkpoint.best: the evaluation does not measure {path}. The task {task} has the rows "
             f"{', '.join(results[task])}; the row {row} has the numbers "
             f"{', '.join(results[task].get(row, {})) or 'none'}"
-        ) from None
+        )

@@ -18,7 +18,6 @@ from xscale.eval.bootstrap import intervals, resampled_scores
 from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
 from xscale.models.encoder import Encoder
-from xscale.recipe import DataConfig
 
 Scores = dict[str, float]
 """{name of a metric: its value}."""
@@ -67,17 +66,13 @@ class ExportedModel:
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
         """These three options have the values that they had in the model's training."""
-        self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
-        """The share of a dictionary's entries that training withheld."""
+        self.lexicon_heldout: float = trained.get("lexicon_heldout", 1.0)
+        """The share of a dictionary's entries that training withheld: all, if xscale did not train the model."""
 
     @property
     def max_length(self) -> int:
         """Return the maximum number of tokens of a sequence, special tokens included."""
         return longest_sequence(self.encoder.lm.config)
-
-    @property
-    def num_layers(self) -> int:
-        return self.encoder.lm.config.num_hidden_layers
 
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
         """Return the id of each language. The model may know it by another spelling (`deu_Latn` for `de`). A language
@@ -93,13 +88,6 @@ def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
     """Return the texts of the first `limit` records: two texts for each pair of sentences."""
     places = source.locate_records(np.arange(min(limit, source.records)))
     return [source.read(*place).texts for place in places]
-
-
-def check_output_file(path: Path) -> None:
-    """Raise UserError if `path`, the value of --out, cannot be written as a file."""
-    if path.is_dir():
-        raise UserError(f"--out {path} is a directory. Choose a file, such as {path / 'scores.json'}")
-    files.check_writable(path)
 
 
 def write_results(out: Path, model: Path, results: dict[str, dict[str, Scores]], **further_fields: Any) -> None:

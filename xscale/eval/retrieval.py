@@ -24,7 +24,7 @@ from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import Gather, StreamBatch, Types
 from xscale.errors import UserError
-from xscale.eval.bootstrap import bootstrap
+from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
 
@@ -42,7 +42,7 @@ ALL = "all"
 
 def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
     """Return the number of each layer; ALL stands for all layers. Raises UserError for layers that the model lacks."""
-    last = model.num_layers
+    last = model.encoder.lm.config.num_hidden_layers
     if ALL in layers:
         return list(range(last + 1))
     known = list(map(str, range(-last - 1, last + 1)))
@@ -106,22 +106,22 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence
         there, back, n = np.moveaxis(sums, -1, 0)
         return {f"{first}->{second}": there / n, f"{second}->{first}": back / n, "accuracy": (there + back) / n / 2}
 
-    return bootstrap(right_N3, scores_of) | {"sentences": sentences}
+    return scores_with_intervals(right_N3, scores_of) | {"sentences": sentences}
 
 
 def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     """Return two results [N]: the match of each first row in the second matrix by the margin `ratio`, and the match of
     each second row in the first."""
-    there, there_rows = nearest_rows(first_NH, second_NH, NEIGHBOURS)
-    back, back_rows = nearest_rows(second_NH, first_NH, NEIGHBOURS)
-    means_there = there.double().mean(1)
-    means_back = back.double().mean(1)
-    margins_there = there / ((means_there[:, None] + means_back[there_rows]) / 2)
-    margins_back = back / ((means_back[:, None] + means_there[back_rows]) / 2)
-    matches = []
-    for margins, rows in ((margins_there, there_rows), (margins_back, back_rows)):
-        matches.append(rows.gather(1, margins.argmax(1, keepdim=True))[:, 0])
-    return matches
+    scores_there, rows_there = nearest_rows(first_NH, second_NH, NEIGHBOURS)
+    scores_back, rows_back = nearest_rows(second_NH, first_NH, NEIGHBOURS)
+    means_there = scores_there.double().mean(1)
+    means_back = scores_back.double().mean(1)
+    ratios_there = scores_there / ((means_there[:, None] + means_back[rows_there]) / 2)
+    ratios_back = scores_back / ((means_back[:, None] + means_there[rows_back]) / 2)
+    return [
+        rows_there.gather(1, ratios_there.argmax(1, keepdim=True))[:, 0],
+        rows_back.gather(1, ratios_back.argmax(1, keepdim=True))[:, 0],
+    ]
 
 
 def nearest_rows(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:

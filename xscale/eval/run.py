@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
+from xscale import files
 from xscale.data.corpus import languages_of
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
@@ -20,8 +20,7 @@ from xscale.data.shards import Source, find_sources, pair_name
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
-from xscale.eval.model import ExportedModel, Scores, check_output_file, read_texts, write_results
-from xscale.files import list_files
+from xscale.eval.model import ExportedModel, Scores, read_texts, write_results
 
 RECORDS = 1000
 """The default of --limit, except for --texts."""
@@ -59,20 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         "and of lines of each file of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
         "shards)")  # fmt: skip
-    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of the dictionary's entries that training did "
-        "not read and that get a separate score; 1: all entries (default: the share in the model's config.json, else "
-        "0.2)")  # fmt: skip
-    repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
-    add("--aer", **repeated, help="manual word links for task aer: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; may be "
-        "repeated")  # fmt: skip
+    add("--aer", nargs="+", action="append", default=[], metavar="X", help="manual word links for task aer: `en-es "
+        "FILE.tsv`, or `en-fr TEXT LINKS`; may be repeated")  # fmt: skip
     variants = "If these flags have several values, every combination is evaluated."
     add = parser.add_argument_group("variants", variants).add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="pooling of sentence vectors for retrieval (default: "
         "that of the model)")  # fmt: skip
     add("--layer", nargs="+", metavar="N", help="layers whose hidden states are compared, for retrieval (default: -1) "
         "and aer (default: all); 0: embeddings, -1: last layer, all: each layer")  # fmt: skip
-    margins: dict[str, Any] = {"nargs": "+", "choices": retrieval.MARGINS, "default": ["cosine"]}
-    add("--margin", **margins, help="similarity for retrieval: cosine, or ratio (the margin of LASER)")
+    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="similarity for retrieval: cosine, "
+        "or ratio (the margin of LASER)")  # fmt: skip
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
@@ -85,11 +80,9 @@ def main(argv: list[str] | None = None) -> int:
 def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
     """Return the rows of all tasks of the flags. Raises UserError."""
     if args.out:
-        check_output_file(args.out)
+        files.check_output_file(args.out)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} is too small; the minimum is 1")
-    if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
-        raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} is not between 0 and 1")
     sources = find_sources(args.data)
     rows: list[ResultsRow] = []
     for task in args.task:
@@ -109,7 +102,7 @@ def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None
             for variant, scores in row.evaluate(model).items():
                 full_name = f"{name} {variant}".strip()
                 results.setdefault(row.task, {})[full_name] = scores
-                listed = ", ".join(format_score(metric, value) for metric, value in scores.items())
+                listed = ", ".join(map(format_score, scores, scores.values()))
                 tqdm.write(f"{row.task} {full_name}: {listed}", file=sys.stdout)
         except UserError as error:
             code = 2
@@ -122,7 +115,7 @@ def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None
 # The tasks
 
 
-def pair_sources(args: argparse.Namespace, sources: list[Source]) -> list[Source]:
+def require_pair_sources(args: argparse.Namespace, sources: list[Source]) -> list[Source]:
     """Return the sources of sentence pairs. Raises UserError if there is none."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
@@ -139,23 +132,23 @@ def plan_alignment(args: argparse.Namespace, sources: list[Source]) -> list[Resu
         for source in sources:
             paths += find_lexicon_paths(sources, source.directory)
 
-    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
-        return {"": alignment_score.evaluate(model, source.langs, sources, list(dict.fromkeys(paths)), share)}
-
     rows: dict[str, ResultsRow] = {}
-    for source in pair_sources(args, sources):
-        rows.setdefault(source.pair, ResultsRow("alignment", source.pair, source.directory, partial(evaluate, source)))
+    for source in require_pair_sources(args, sources):
+        evaluate = partial(
+            alignment_score.evaluate,
+            langs=source.langs,
+            sources=sources,
+            lexicon_paths=list(dict.fromkeys(paths)),
+        )
+        rows.setdefault(source.pair, ResultsRow("alignment", source.pair, source.directory, evaluate))
     return list(rows.values())
 
 
 def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
-    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        return {"": heldout.evaluate(model, source, args.limit or RECORDS)}
-
     rows = []
-    for source in pair_sources(args, sources):
-        rows.append(ResultsRow("heldout", source.pair, source.directory, partial(evaluate, source)))
+    for source in require_pair_sources(args, sources):
+        evaluate = partial(heldout.evaluate, source=source, limit=args.limit or RECORDS)
+        rows.append(ResultsRow("heldout", source.pair, source.directory, evaluate))
     return rows
 
 
@@ -167,11 +160,11 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
 
     rows: list[ResultsRow] = []
     for folder in args.texts:
-        for name, files in find_parallel_files(folder).items():
-            has_english = "en" in map(short_code, files)
-            for langs in combinations(sorted(files), 2):
+        for name, paths in find_parallel_files(folder).items():
+            has_english = "en" in map(short_code, paths)
+            for langs in combinations(sorted(paths), 2):
                 if not has_english or "en" in map(short_code, langs):
-                    read = partial(read_parallel_lines, files[langs[0]], files[langs[1]], args.limit)
+                    read = partial(read_parallel_lines, paths[langs[0]], paths[langs[1]], args.limit)
                     rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
     if args.texts and not rows and not args.data:
         raise UserError(
@@ -179,7 +172,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
             "language, in which line n is the same sentence, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     if args.data or not rows:
-        for source in pair_sources(args, sources):
+        for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
             row = ResultsRow("retrieval", source.pair, source.directory, partial(evaluate, source.langs, read))
             rows.append(row)
@@ -191,7 +184,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
     path}}."""
     texts: dict[str, dict[str, Path]] = {}
-    for path in list_files(folder) if folder.is_dir() else []:
+    for path in files.list_files(folder) if folder.is_dir() else []:
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:
@@ -199,40 +192,43 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
             parts[places[-1]] = "*"
             name = re.sub(r"-(ref|src)\.", ".", ".".join(parts))  # NTREX's source is English
             texts.setdefault(str(path.with_name(name)), {})[language] = path
-    return {name: files for name, files in texts.items() if len(files) > 1}
+    return {name: paths for name, paths in texts.items() if len(paths) > 1}
 
 
 def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
     """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines, or
     if neither has any."""
-    sides = [aer.read_plain_lines(path)[:limit] for path in (first, second)]
-    if not 0 < len(sides[0]) == len(sides[1]):
+    first_lines = aer.read_plain_lines(first)[:limit]
+    second_lines = aer.read_plain_lines(second)[:limit]
+    if not 0 < len(first_lines) == len(second_lines):
         raise UserError(
-            f"{first} has {len(sides[0]):,} lines, and {second} has {len(sides[1]):,} lines; line n of one file "
+            f"{first} has {len(first_lines):,} lines, and {second} has {len(second_lines):,} lines; line n of one file "
             "must be the translation of line n of the other. Correct one of the two files, or move the wrong file "
             "to another folder"
         )
-    return list(zip(*sides, strict=True))
+    return list(zip(first_lines, second_lines, strict=True))
 
 
 def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
     if not args.aer:
         raise UserError("task aer needs manual word links. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
-
-    def evaluate(files: list[Path], langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
-        pairs = aer.read_linked_pairs(*files)[: args.limit or RECORDS]
-        return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
-
     rows = []
     for pair, *names in args.aer:
         langs = split_pair_name(pair, languages_of(sources))
-        files = list(map(Path, names))
-        if langs is None or not 1 <= len(files) <= 2:
+        paths = list(map(Path, names))
+        if langs is None or not 1 <= len(paths) <= 2:
             raise UserError(
                 f"--aer {' '.join([pair, *names])}: the form is wrong. Write `en-es FILE.tsv` or `en-fr TEXT "
                 "LINKS`, with countries in capitals, such as en-zh-CN"
             )
-        rows.append(ResultsRow("aer", pair_name(langs), files[0], partial(evaluate, files, langs)))
+        evaluate = partial(
+            aer.evaluate,
+            gold_paths=paths,
+            langs=langs,
+            layers=args.layer or [retrieval.ALL],
+            limit=args.limit or RECORDS,
+        )
+        rows.append(ResultsRow("aer", pair_name(langs), paths[0], evaluate))
     return rows
 
 

@@ -35,7 +35,9 @@ class SentenceVectors:
     means leave [CLS] and [SEP] out, and its vectors are normalised."""
 
 
-def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None) -> SentenceVectors:
+def choose_sentence_vectors(
+    recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None
+) -> SentenceVectors:
     """Return the vectors of a run's export. Their pooling is the one that the user chooses, or else the one that a
     stream trained, or else the one of model.init.
 
@@ -52,12 +54,13 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
         return SentenceVectors("mean", "the default pooling, because no stream trained sentence vectors")
     if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
-        return choose_vectors(run.identity["recipe"], layers=layers)
+        return choose_sentence_vectors(run.identity["recipe"], layers=layers)
     return vectors_from_init(init, layers)
 
 
 def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
-    """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see choose_vectors."""
+    """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see
+    choose_sentence_vectors."""
     folder = Path(init)
     if not folder.exists():
         try:
@@ -125,7 +128,7 @@ def read_pooling(folder: Path) -> str | None:
     return "mean" if modules else None
 
 
-def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
+def write_sentence_transformers_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
     """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
     configuration. max_length: the maximum number of tokens of a sentence."""
     if vectors.folder:
@@ -133,7 +136,7 @@ def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_
         return
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
-        configs["0_WordWeights"] = word_weights(Tokenizer(folder), config.vocab_size)
+        configs["0_WordWeights"] = word_weights_config(Tokenizer(folder), config.vocab_size)
     configs["1_Pooling"] = {
         "word_embedding_dimension": config.hidden_size,
         "pooling_mode_cls_token": vectors.pooling == "cls",
@@ -165,7 +168,7 @@ def copy_modules(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def word_weights(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:
+def word_weights_config(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:
     """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. embeddings: the number
     of rows of the embedding table, each of which needs an entry."""
     vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(embeddings)))]

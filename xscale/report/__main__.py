@@ -39,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_report(paths: list[Path], out: Path) -> None:
     """Write the page of runs (folders) and result files. Raises UserError."""
-    if out.is_dir():
-        raise UserError(f"--out {out} is a directory. Choose a file, such as {out / 'report.html'}")
-    files.check_writable(out)
+    files.check_output_file(out)
     try:
         from xscale.report.page import render_page
         from xscale.report.read import read_results, read_run

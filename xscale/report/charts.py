@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 import warnings
 from typing import Any
 
@@ -36,17 +35,12 @@ Lines = dict[str, pd.Series]
 """{label of a line: its number at each step}."""
 
 
-def mean_of_last_tenth(curve: pd.Series) -> float:
-    """Return the mean of a curve's last tenth of steps; NaN if it has no number there."""
-    return float(curve.iloc[-math.ceil(len(curve) / 10) :].mean())
-
-
 def draw_chart(lines: Lines, title: str) -> str:
     """Return a chart of lines as a data URL of SVG. If there are more lines than colours, only those with the worst
     last numbers are shown. title: has the name of the metric, which says whether high or low numbers are worse."""
     legend = ""
     if len(lines) > len(COLOURS):
-        ends = pd.Series({label: mean_of_last_tenth(curve) for label, curve in lines.items()})
+        ends = pd.Series({label: thin_out(curve).iloc[-1] for label, curve in lines.items()})
         shown = ends.sort_values(ascending=direction(title) > 0).index[: len(COLOURS)]
         lines = {label: lines[label] for label in shown}
         legend = f"the {len(lines)} worst of {len(ends)} curves"

@@ -9,10 +9,12 @@ import jinja2
 
 from xscale.eval.bootstrap import Score, p_value, weighted_sum
 from xscale.metric_keys import MetricKey, direction
-from xscale.report.charts import Lines, draw_chart, mean_of_last_tenth
-from xscale.report.read import Measured, Results, Run, ScoreName
+from xscale.report.charts import Lines, draw_chart
+from xscale.report.read import Results, Run, ScoreName
 
 Cell = str | float | None
+SUMS = {"tokens": "tokens", "step_s": "seconds in all steps", "skipped": "skipped steps"}
+"""{metric: name of the summary's row with its sum over the steps}."""
 PAIRED = (
     "Brackets are 95 % intervals. The columns `− first` have the difference from the first model, with the "
     "interval and the p value of a paired bootstrap, which resamples all models with the same sentences. `not in "
@@ -68,14 +70,12 @@ def format_cell(cell: Cell) -> str:
 def run_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
     with several runs, each run has its own lines. A line without a number is left out."""
-    sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores", "Metrics")}
-    summaries: dict[str, dict[str, Cell]] = {}
-    means: dict[str, dict[str, Cell]] = {}
+    sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores")}
+    summaries: list[list[Cell]] = [["streams", "model", "state", "reason", "steps", *SUMS.values()]]
     last_scores: dict[str, Results] = {}
     for run_name, run in runs.items():
-        summaries[run_name] = run_summary(run)
+        summaries.append(summary_cells(run))
         last_scores[run_name] = run.last
-        means[run_name] = {metric: mean_of_last_tenth(curve) for metric, curve in run.metrics.items()}
         suffix = f", {run_name}" if len(runs) > 1 else ""
         for metric, curve in run.metrics.items():
             key = MetricKey.parse(metric)
@@ -91,34 +91,24 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
         for name, curve in run.scores.items():
             if direction(name.metric) and curve.notna().any():
                 sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
-    sections["Summary"].tables = [column_table("", summaries)]
-    sections["Metrics"].tables = [column_table("Means over the last tenth of the steps", means)]
+    sections["Summary"].tables = [Table("", ["", *runs], list(map(list, zip(*summaries, strict=True))))]
     add_scores(sections["Scores"], last_scores, None)
     return list(sections.values())
 
 
-def run_summary(run: Run) -> dict[str, Cell]:
-    """Return what the run trains, its state and its sizes."""
+def summary_cells(run: Run) -> list[Cell]:
+    """Return what the run trains, its state and its sizes, in the order of the summary's rows."""
     model = run.recipe.get("model", {})
-    summary: dict[str, Cell] = {
-        "streams": ", ".join(run.recipe.get("streams", {})),
-        "model": model.get("init") or model.get("preset"),
-        "state": run.status.get("status", "no status.json"),
-        "reason": run.status.get("why"),
-        "steps": float(max((curve.index[-1] for curve in run.metrics.values()), default=0)),
-    }
-    for metric, title in (("tokens", "tokens"), ("step_s", "seconds in all steps"), ("skipped", "skipped steps")):
-        if metric in run.metrics:
-            summary[title] = float(run.metrics[metric].sum())
-    return summary
-
-
-def column_table(title: str, columns: dict[str, dict[str, Cell]]) -> Table:
-    """Return a table with the columns {name: {name of a row: cell}}."""
-    table = Table(title, ["", *columns])
-    for row in dict.fromkeys(chain.from_iterable(columns.values())):
-        table.rows.append([row, *[cells.get(row) for cells in columns.values()]])
-    return table
+    cells: list[Cell] = [
+        ", ".join(run.recipe.get("streams", {})),
+        model.get("init") or model.get("preset"),
+        run.status.get("status", "no status.json"),
+        run.status.get("why"),
+        float(max((curve.index[-1] for curve in run.metrics.values()), default=0)),
+    ]
+    for metric in SUMS:
+        cells.append(float(run.metrics[metric].sum()) if metric in run.metrics else None)
+    return cells
 
 
 # Scores side by side
@@ -141,21 +131,21 @@ def add_scores(section: Section, models: dict[str, Results], absent: Cell) -> No
     section.tables = list(tables.values())
 
 
-def score_cell(score: Measured) -> Cell:
+def score_cell(score: float) -> Cell:
     """Return a cell such as `0.94 [0.92, 0.96]`."""
-    text = format_cell(score.value)
-    if score.interval:
+    text = format_cell(score)
+    if isinstance(score, Score):
         text += " [{:.4g}, {:.4g}]".format(*score.interval)
     return text
 
 
-def difference_cell(name: ScoreName, first: Measured | None, other: Measured | None) -> Cell:
+def difference_cell(name: ScoreName, first: float | None, other: float | None) -> Cell:
     """Return the difference of another model's score from the first model's. It is None if one of the two lacks the
     score, or if the metric has no better direction."""
     if first is None or other is None or not direction(name.metric):
         return None
-    difference = weighted_sum([other.value, first.value], [1, -1])
-    if not isinstance(first.value, Score) or not isinstance(other.value, Score):
+    difference = weighted_sum([other, first], [1, -1])
+    if not isinstance(first, Score) or not isinstance(other, Score):
         return f"{difference:+.4g}, no interval"
     low, high = difference.interval
     return f"{difference:+.4g} [{low:+.4g}, {high:+.4g}], p {p_value(difference):.2g}"

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,61 +13,32 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from xscale.errors import UserError
-from xscale.eval.bootstrap import REPLICATES, Score
+from xscale.eval.bootstrap import REPLICATES, Score, ScoreName, ScoreTree, named_values
 from xscale.files import entries_from_end
 from xscale.metric_keys import MetricKey
 
-SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
+SHOWN_METRICS = ("loss", "alignment", "tokens", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""
 T = TypeVar("T")
-Tree = dict[str, dict[str, dict[str, T]]]
-"""{task: {row: {metric: value}}}."""
-
-
-class ScoreName(NamedTuple):
-    task: str
-    row: str
-    metric: str
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A score with its 95 % interval, if the interval is known."""
-
-    value: float
-    """A Score if its values in resampled texts are known; NaN for null."""
-    interval: tuple[float, float] | None = None
-
-
-Results = dict[ScoreName, Measured]
-"""A model's scores: those of result files, or of a run's last evaluation."""
+Results = dict[ScoreName, float]
+"""A model's scores: those of result files, or of a run's last evaluation. A score is a Score if its values in resampled
+texts are known, and NaN for null."""
 
 
 class Evaluation(BaseModel):
     """A result file, or a line of evals.jsonl. A number that is not finite is null."""
 
     model: str = ""
-    results: Tree[float | None]
-    intervals: Tree[tuple[float, float]] = {}
-    resampled: Tree[Annotated[list[float | None], Field(min_length=REPLICATES, max_length=REPLICATES)]] = {}
+    results: ScoreTree[float | None]
+    resampled: ScoreTree[Annotated[list[float | None], Field(min_length=REPLICATES, max_length=REPLICATES)]] = {}
 
     def to_results(self) -> Results:
         results: Results = {}
-        intervals = dict(leaves(self.intervals))
-        resampled = dict(leaves(self.resampled))
-        for name, number in leaves(self.results):
-            value = float("nan" if number is None else number)
-            if name in resampled:
-                value = Score(value, np.array(resampled[name], dtype=float))
-            results[name] = Measured(value, intervals.get(name))
+        for name, number in named_values(self.results):
+            results[name] = float("nan" if number is None else number)
+        for name, values in named_values(self.resampled):
+            results[name] = Score(results.get(name, math.nan), np.array(values, dtype=float))
         return results
-
-
-def leaves(tree: Tree[T]) -> Iterator[tuple[ScoreName, T]]:
-    for task, rows in tree.items():
-        for row, values in rows.items():
-            for metric, value in values.items():
-                yield ScoreName(task, row, metric), value
 
 
 @dataclass(frozen=True)
@@ -90,17 +61,17 @@ def read_run(folder: Path) -> Run:
             "of `xscale train`), or result files"
         )
     metrics: dict[str, dict[int, float]] = {}
-    for line in json_lines(folder / "metrics.jsonl"):
+    for line in read_json_lines(folder / "metrics.jsonl"):
         for metric, value in line.items():
             if MetricKey.parse(metric).name in SHOWN_METRICS:
                 is_float = isinstance(value, int | float) and abs(value) < 1e300
                 metrics.setdefault(metric, {})[line["step"]] = float(value) if is_float else math.nan
     scores: dict[ScoreName, dict[int, float]] = {}
     last: Results = {}
-    for line in json_lines(folder / "evals.jsonl"):
+    for line in read_json_lines(folder / "evals.jsonl"):
         last = parse_evaluation(line, folder / "evals.jsonl").to_results()
         for name, score in last.items():
-            scores.setdefault(name, {})[line["step"]] = score.value
+            scores.setdefault(name, {})[line["step"]] = score
     return Run(
         to_curves(metrics),
         to_curves(scores),
@@ -115,7 +86,7 @@ def to_curves(numbers_by_step: dict[T, dict[int, float]]) -> dict[T, pd.Series]:
     return {name: pd.Series(numbers, dtype=float) for name, numbers in numbers_by_step.items()}
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, in order. Broken lines are left out. Without the file, return []."""
     if not path.is_file():
         return []

@@ -13,8 +13,8 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import LOG, NotFinite
-from xscale.eval.alignment_score import Probes, alignment_metrics, find_probes
-from xscale.eval.in_training import measure_functions
+from xscale.eval.alignment_score import Probes, alignment_metrics, build_probes_of_run
+from xscale.eval.in_training import make_task_functions
 from xscale.run.folder import DONE, STOPPED
 from xscale.run.metrics import RunMetrics, UnreportedStep
 from xscale.run.resume import is_checkpoint_of_run
@@ -66,8 +66,8 @@ class Trainer:
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
         self.probes: Probes = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
-            self.probes = find_probes(loader.corpus, context.host_group, context.watch.note)
-        tasks = measure_functions(loader, engine, context.process, context.watch.note)
+            self.probes = build_probes_of_run(loader.corpus, context.host_group, context.watch.note)
+        tasks = make_task_functions(loader, engine, context.process, context.watch.note)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)
 

@@ -21,7 +21,7 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import LOG, UserError, indent_lines, redact
-from xscale.eval.in_training import review_tasks
+from xscale.eval.in_training import check_eval_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Recipe, Schedule
@@ -71,7 +71,7 @@ def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, 
     Raises UserError."""
     recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, host_group)
     config = load_ds_config(args.ds_config, recipe, process.world, hardware)
-    review_tasks(recipe, corpus, config.stage, host_group)
+    check_eval_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *describe.start_notes(recipe, corpus)]

@@ -15,7 +15,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import LOG
 from xscale.eval.bootstrap import format_score, intervals
-from xscale.eval.in_training import Results, find_number
+from xscale.eval.in_training import Results, check_number_is_measured
 from xscale.metric_keys import ALL, direction
 from xscale.recipe import Recipe
 from xscale.run.metrics import JsonLines, RunMetrics
@@ -35,8 +35,8 @@ class Validation:
         step: int,
         metrics: RunMetrics,
     ):
-        """Prepare to measure. tasks: the result of in_training.measure_functions. step: evaluations up to this step are
-        kept in evals.jsonl; -1: none."""
+        """Prepare to measure. tasks: the result of in_training.make_task_functions. step: evaluations up to this step
+        are kept in evals.jsonl; -1: none."""
         self.context = context
         self.recipe = recipe
         self.tasks = tasks
@@ -98,7 +98,7 @@ class Validation:
     def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
         Raises UserError if the results lack the number."""
-        find_number(results, self.best)
+        check_number_is_measured(results, self.best)
         best = self.best_checkpoint()
         self.note_best_number(step, results)
         least = -math.inf if best is None else self.goodness[checkpoints.step_from_name(best)]

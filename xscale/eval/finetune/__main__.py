@@ -20,6 +20,7 @@ from typing import Any
 
 import transformers
 
+from xscale import files
 from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_command
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample, print_once
@@ -33,9 +34,9 @@ from xscale.eval.finetune.transfer import (
     below_majority_warnings,
     plan_training,
     predict_majority,
-    tabulate,
+    summarize_by_language,
 )
-from xscale.eval.model import ExportedModel, check_output_file, write_results
+from xscale.eval.model import ExportedModel, write_results
 
 NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
     "limit": (int, None, 1, "read only the first N examples of each training file"),
@@ -61,11 +62,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face directory of the encoder, such as `xscale export` writes")
     add("--task", choices=TASKS, required=True)
-    files: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
-    add("--train", **files, help="training files; the model of the first file gets zero-shot scores in other "
+    texts: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
+    add("--train", **texts, help="training files; the model of the first file gets zero-shot scores in other "
         "languages, and the model of each file gets supervised scores in its language")  # fmt: skip
-    add("--test", **files, required=True, help="test files, one for each language")
-    add("--translated", **files, help="translations of the first file of --train, for translate-train scores")
+    add("--test", **texts, required=True, help="test files, one for each language")
+    add("--translated", **texts, help="translations of the first file of --train, for translate-train scores")
     add("--code_switch", action="store_true", help="train on examples that join one original and one translated text, "
         "for translate-train scores")  # fmt: skip
     add("--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="seeds of the fine-tuning runs, one "
@@ -98,10 +99,10 @@ def check_flags(args: argparse.Namespace) -> None:
     for module in ("seqeval", "accelerate"):
         if not find_spec(module):
             raise UserError(f"the package {module} is not installed. Run `pip install 'xscale[eval]'`")
-    check_output_file(Path(args.out))
+    files.check_output_file(Path(args.out))
 
 
-def read_texts(task: AnyTask, values: list[str], flag: str, limit: int | None) -> Texts:
+def read_language_files(task: AnyTask, values: list[str], flag: str, limit: int | None) -> Texts:
     """Return the examples of each language. values: those of the flag, LANG=FILE. limit: the maximum number of examples
     of a file. Raises UserError."""
     texts: Texts = {}
@@ -117,9 +118,9 @@ def measure_transfer(args: argparse.Namespace) -> None:
     """Do all fine-tuning runs, write their scores and print them. All files are read and checked before training
     starts."""
     task = TASKS[args.task]
-    train = read_texts(task, args.train, "--train", args.limit)
-    translated = read_texts(task, args.translated, "--translated", args.limit)
-    tests = read_texts(task, args.test, "--test", args.test_limit)
+    train = read_language_files(task, args.train, "--train", args.limit)
+    translated = read_language_files(task, args.translated, "--translated", args.limit)
+    tests = read_language_files(task, args.test, "--test", args.test_limit)
     plan = plan_training(task, train, translated, tests, args.code_switch)
     encoder = ExportedModel(Path(args.model))
     maker = SequenceMaker(encoder, [*train, *translated, *tests], args.max_length or task.max_length)
@@ -134,9 +135,6 @@ def measure_transfer(args: argparse.Namespace) -> None:
     print_once(
         f"fine-tuning {len(plan)} models per seed, with the seeds {args.seeds} and the learning rate {settings['lr']:g}"
     )
-    features_of_tests = {}
-    for test, examples in tests.items():
-        features_of_tests[test] = [task.encode(example, maker, None) for example in examples]
     scores: dict[str, SeedScores] = {}
     majority: dict[str, SeedScores] = {}
     for text in plan:
@@ -147,14 +145,14 @@ def measure_transfer(args: argparse.Namespace) -> None:
             model = FineTunedModel(maker, len(text.labels) or 2, task.reads, args.frozen)
             trainer = fine_tune(model, maker.collate, groups, settings | {"seed": seed})
             for test, setting in text.settings.items():
-                predictions = predict_test(task, trainer, tests[test], features_of_tests[test], text.labels)
+                predictions = predict_test(task, trainer, maker, tests[test], text.labels)
                 add_scores(scores, f"{test} {setting}", task.score(tests[test], predictions, test))
         for test in text.settings:
             row = f"{test} {MAJORITY}"
             if text.labels and row not in majority:
                 predictions = predict_majority(text.examples, tests[test])
                 add_scores(majority, row, task.score(tests[test], predictions, test))
-        results = tabulate(scores | majority, tests)
+        results = summarize_by_language(scores | majority, tests)
         if env_number("RANK", 0) == 0:
             write_results(
                 Path(args.out), encoder.path, {args.task: results}, seeds={args.task: scores}, settings=settings
@@ -180,14 +178,15 @@ def encode_training_text(task: AnyTask, text: TrainingText, maker: SequenceMaker
 
 
 def predict_test(
-    task: AnyTask, trainer: transformers.Trainer, examples: list[LabelledExample], features: list[list[Feature]],
+    task: AnyTask, trainer: transformers.Trainer, maker: SequenceMaker, examples: list[LabelledExample],
     labels: list[str],
 ) -> list[list[str]]:  # fmt: skip
-    """Return the labels or the answer of each example. features: the sequences of each."""
+    """Return the predicted labels, or the answer, of each example. labels: the outputs of the model."""
+    features = [task.encode(example, maker, labels) for example in examples]
     logits = iter(predict_logits(trainer, list(chain.from_iterable(features))))
     predictions = []
-    for example, own in zip(examples, features, strict=True):
-        predictions.append(task.predict(example, own, list(islice(logits, len(own))), labels))
+    for example, parts in zip(examples, features, strict=True):
+        predictions.append(task.predict(example, parts, list(islice(logits, len(parts))), labels))
     return predictions
 
 

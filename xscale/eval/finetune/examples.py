@@ -18,14 +18,23 @@ from xscale.files import pointer_problem
 Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
 COLUMN_NAMES = {
-    "text": ("text", "sentence"),
-    "premise": ("premise", "sentence1"),
-    "hypothesis": ("hypothesis", "sentence2"),
-    "label": ("label", "gold_label", "category"),
-    "tokens": ("tokens", "words"),
-    "tags": ("upos", "ner_tags", "pos_tags", "tags"),
+    "sentence": "text",
+    "text": "text",
+    "sentence1": "premise",
+    "premise": "premise",
+    "sentence2": "hypothesis",
+    "hypothesis": "hypothesis",
+    "category": "label",
+    "gold_label": "label",
+    "label": "label",
+    "words": "tokens",
+    "tokens": "tokens",
+    "tags": "tags",
+    "pos_tags": "tags",
+    "ner_tags": "tags",
+    "upos": "tags",
 }
-"""{name of a column here: its names in data sets}. If a row has several of them, the first one counts."""
+"""{name of a column in data sets: its name here}. If a row has several names of one column, the last of them counts."""
 
 
 @dataclass(frozen=True)
@@ -58,34 +67,26 @@ def print_once(text: str) -> None:
 def rename_columns(row: Columns) -> Columns:
     """Return the columns of a row, also with the names that they have here."""
     renamed = dict(row)
-    for name, other_names in COLUMN_NAMES.items():
-        for other_name in reversed(other_names):
-            if other_name in row:
-                renamed[name] = row[other_name]
+    for name_in_row, name in COLUMN_NAMES.items():
+        if name_in_row in row:
+            renamed[name] = row[name_in_row]
     return renamed
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
-    """Yield the rows of a table, with the names of labels instead of their numbers. Raises UserError."""
+    """Yield the rows of a .jsonl or .parquet file, with the names of labels instead of their numbers. Raises
+    UserError."""
     import datasets
 
-    problem = pointer_problem(path, "*.json", "*.arrow") if path.is_dir() else pointer_problem(path)
+    problem = pointer_problem(path)
     if problem:
         raise UserError(problem)
+    builder = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        if path.is_dir():
-            table = datasets.load_from_disk(str(path))
-        else:
-            builder = "parquet" if path.suffix == ".parquet" else "json"
-            table = datasets.load_dataset(builder, data_files=str(path), split="train")
+        table = datasets.load_dataset(builder, data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise UserError(
-            f"{path} cannot be read as a table ({reason}). Use a file of JSON Lines or Parquet, or the folder of "
-            "one split that `datasets` has written by save_to_disk"
-        ) from None
-    if isinstance(table, datasets.DatasetDict):
-        raise UserError(f"{path} has the splits {', '.join(table)}. Use the folder of one split: {path}/SPLIT")
+        raise UserError(f"{path} cannot be read as a table ({reason}). Use a file of JSON Lines or Parquet") from None
     for number, row in enumerate(table, start=1):
         for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements

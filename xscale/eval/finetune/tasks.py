@@ -21,7 +21,7 @@ import numpy as np
 
 from xscale.data.scripts import short_code
 from xscale.errors import UserError
-from xscale.eval.bootstrap import accuracy, bootstrap, entity_scores
+from xscale.eval.bootstrap import accuracy, entity_scores, scores_with_intervals
 from xscale.eval.finetune.examples import (
     Columns,
     LabelledExample,
@@ -66,7 +66,7 @@ class Task:
 
     Each task also has three methods. `read_rows` reads a file that is not a table. `make_example` returns the example
     of a row, and raises LeftOut, or UserError without the row's place. `encode` returns the sequences of an example;
-    its `labels` are the outputs of the head, or None for prediction.
+    its `labels` are the outputs of the head.
     """
 
     epochs: int
@@ -112,10 +112,9 @@ class Classification(Task):
             raise LeftOut("the label is missing, or the annotators did not agree on a label")
         return LabelledExample(texts, (SYNONYMS.get(str(label), str(label)),))
 
-    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
-        inputs = maker.join(maker.tokenizer.encode(list(example.texts)), example.languages)
-        if labels is not None:
-            inputs["labels"] = [labels.index(example.labels[0])]
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str]) -> list[Feature]:
+        inputs = maker.make_inputs(maker.tokenizer.encode(list(example.texts)), example.languages)
+        inputs["labels"] = [labels.index(example.labels[0])]
         return [Feature(inputs, [0])]
 
 
@@ -142,16 +141,15 @@ class Tagging(Task):
             )
         return LabelledExample(words, tags)
 
-    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str]) -> list[Feature]:
         features = []
         tags = iter(example.labels)
-        for words in cut_sentence(example.texts, maker):
+        for words in cut_into_sequences(example.texts, maker):
             first_tokens = list(accumulate(map(len, words), initial=1))[:-1]
-            inputs = maker.join([list(chain.from_iterable(words))], example.languages)
-            if labels is not None:
-                inputs["labels"] = [IGNORED] * len(inputs["input_ids"])
-                for position in first_tokens:
-                    inputs["labels"][position] = labels.index(next(tags))
+            inputs = maker.make_inputs([list(chain.from_iterable(words))], example.languages)
+            inputs["labels"] = [IGNORED] * len(inputs["input_ids"])
+            for position in first_tokens:
+                inputs["labels"][position] = labels.index(next(tags))
             features.append(Feature(inputs, first_tokens))
         return features
 
@@ -185,13 +183,13 @@ class Entities(Tagging):
         return entity_scores(np.array(counts_S3))
 
 
-def cut_sentence(words: tuple[str, ...], maker: SequenceMaker) -> list[list[list[int]]]:
+def cut_into_sequences(words: tuple[str, ...], maker: SequenceMaker) -> list[list[list[int]]]:
     """Return successive parts of a sentence, each with as many words as fit into a sequence, as the token ids of each
     word. A word that the tokenizer drops becomes the unknown token or, without one, [MASK]."""
     unknown = maker.tokenizer.hf.unk_token_id
     if unknown is None:
         unknown = maker.tokenizer.mask_id
-    room = maker.room_inside(1)
+    room = maker.max_ordinary_tokens(1)
     parts: list[list[list[int]]] = [[]]
     for word_ids in maker.tokenizer.encode_inside(list(words)):
         ids = word_ids[:room] or [unknown]
@@ -232,14 +230,13 @@ class QuestionAnswering(Task):
                 )
         return LabelledExample((question, context), answers=answers)
 
-    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str]) -> list[Feature]:
         features = []
-        tokenizer = maker.tokenizer
-        (question,) = tokenizer.encode([example.texts[0]])
-        question = question[: min(MAX_QUESTION, maker.room_inside(2) // 2)]
-        context = tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
-        before = len(tokenizer.pair.first) + len(question) + len(tokenizer.pair.between)
-        room = maker.room_inside(2) - len(question)
+        (question,) = maker.tokenizer.encode([example.texts[0]])
+        question = question[: min(MAX_QUESTION, maker.max_ordinary_tokens(2) // 2)]
+        context = maker.tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
+        before = len(maker.templates[2].first) + len(question) + len(maker.templates[2].between)
+        room = maker.max_ordinary_tokens(2) - len(question)
         stride = min(STRIDE, max(room // 2, 1))
         text, first = example.answers[0]
         answer = [
@@ -247,11 +244,10 @@ class QuestionAnswering(Task):
         ]
         for start in range(0, max(1, len(context.ids) - room + stride), stride):
             spans = context.offsets[start : start + room]
-            inputs = maker.join([question, context.ids[start : start + room]], example.languages)
-            if labels is not None:
-                inputs["labels"] = [0, 0]
-                if answer and start <= answer[0] and answer[-1] < start + room:
-                    inputs["labels"] = [before + answer[0] - start, before + answer[-1] - start]
+            inputs = maker.make_inputs([question, context.ids[start : start + room]], example.languages)
+            inputs["labels"] = [0, 0]
+            if answer and start <= answer[0] and answer[-1] < start + room:
+                inputs["labels"] = [before + answer[0] - start, before + answer[-1] - start]
             features.append(Feature(inputs, list(range(before, before + len(spans))), spans))
         return features
 
@@ -277,9 +273,9 @@ class QuestionAnswering(Task):
             answer = self.normalize_answer(prediction, language)
             gold = [self.normalize_answer(text, language) for text, _ in example.answers]
             scores_S2.append((max(map(partial(word_f1, answer), gold)), answer in gold))
-        count = len(scores_S2)
-        return bootstrap(
-            np.array(scores_S2), lambda sums: {"f1": sums[..., 0] / count, "exact_match": sums[..., 1] / count}
+        return scores_with_intervals(
+            np.array(scores_S2),
+            lambda sums: {"f1": sums[..., 0] / len(scores_S2), "exact_match": sums[..., 1] / len(scores_S2)},
         )
 
     def normalize_answer(self, text: str, language: str) -> str:
@@ -329,7 +325,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     """Return the examples of a file. Rows in another language are skipped. The number of rows that are left out is
     printed. limit: the maximum number of rows in the language. Raises UserError."""
     rows = task.read_rows(path)
-    if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
+    if {".jsonl", ".parquet"} & set(path.suffixes):
         rows = read_table(path)
     rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
     examples: list[LabelledExample] = []

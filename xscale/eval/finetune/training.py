@@ -51,23 +51,20 @@ class SequenceMaker:
         self.max_length = min(max_length, model.max_length)
         self.language_types = model.language_ids(languages) if model.language_embeddings else {}
         """{language: the type of its tokens}; {} if the types are 0 for the first text and 1 for the second."""
+        single = PairTemplate([self.tokenizer.cls_id], [self.tokenizer.sep_id], [], segments=False)
+        self.templates = {1: single, 2: self.tokenizer.pair}
+        """{number of texts: the special tokens of a sequence}. A single text has no `last` token."""
 
-    def template(self, texts: int) -> PairTemplate:
-        """Return the special tokens of a sequence of one or two texts. A single text has no `last` token."""
-        if texts == 2:
-            return self.tokenizer.pair
-        return PairTemplate([self.tokenizer.cls_id], [self.tokenizer.sep_id], [], segments=False)
+    def max_ordinary_tokens(self, text_count: int) -> int:
+        """Return the maximum number of ordinary tokens of a sequence. text_count: 1 or 2."""
+        return self.max_length - self.templates[text_count].special
 
-    def room_inside(self, texts: int) -> int:
-        """Return the maximum number of ordinary tokens of a sequence. texts: 1 or 2."""
-        return self.max_length - self.template(texts).special
-
-    def join(self, texts: Sequence[list[int]], languages: tuple[str, str]) -> dict[str, list[int]]:
+    def make_inputs(self, texts: Sequence[list[int]], languages: tuple[str, str]) -> dict[str, list[int]]:
         """Return the encoder's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`.
         Texts that are too long are cut off at their ends; of two texts, the longer one is cut first. texts: the token
         ids of one or two texts."""
-        template = self.template(len(texts))
-        room = self.room_inside(len(texts))
+        template = self.templates[len(texts)]
+        room = self.max_ordinary_tokens(len(texts))
         a, b = [*texts, []][:2]
         b = b[: max(room // 2, room - len(a))]
         first = [*template.first, *a[: room - len(b)], *template.between]
@@ -144,7 +141,6 @@ def fine_tune(
     """Train a model, and return the Trainer that holds it. groups: lists of features that must be in one batch.
     settings: values of the command's flags."""
     ranks = env_number("WORLD_SIZE", 1)
-    on_gpu = torch.cuda.is_available()
     sequences = sum(map(len, groups))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,8 +153,7 @@ def fine_tune(
             seed=settings["seed"],
             per_device_train_batch_size=max(1, round(settings["batch"] * len(groups) / (sequences * ranks))),
             per_device_eval_batch_size=64,
-            use_cpu=not on_gpu,
-            ddp_backend="gloo" if ranks > 1 and not on_gpu else None,
+            use_cpu=not torch.cuda.is_available(),
             ddp_find_unused_parameters=False,
             save_strategy="no",
             logging_strategy="epoch",

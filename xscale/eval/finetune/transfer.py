@@ -50,11 +50,13 @@ def plan_training(
     task: AnyTask, train: Texts, translated: Texts, tests: Texts, code_switch: bool
 ) -> list[TrainingText]:
     """Return all training texts with the settings of their tests. The first language of `train` is the source language.
-    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, if another
-    text has the same setting of a test, or if a test has a label that the text lacks."""
+    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, if two texts
+    with one setting are in one language, or if a test has a label that the text lacks."""
     plan: list[TrainingText] = []
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
+        if len(set(map(short_code, texts))) < len(texts):
+            raise UserError(f"two texts for {setting} scores are in one language: {', '.join(texts)}; leave one out")
         for language, examples in texts.items():
             path = examples[0].path
             settings = {test: setting for test in tests if short_code(test) == short_code(language)}
@@ -65,13 +67,8 @@ def plan_training(
                     f"{path} is training text in {language}, but no test file is in this language. Write --test "
                     f"{language}=FILE, or remove {path} from the command"
                 )
-            if any(settings.items() & text.settings.items() for text in plan):
-                raise UserError(
-                    f"{path} is the second training file for {setting} scores in {language}. Remove one of the two "
-                    "files from the command"
-                )
             labels = task.list_labels(examples)
-            for example in chain.from_iterable(tests[test] for test in settings):
+            for example in chain(*map(tests.__getitem__, settings)):
                 absent = set(example.labels).difference(labels)
                 if absent:
                     raise UserError(
@@ -124,7 +121,7 @@ def predict_majority(training: list[LabelledExample], test: list[LabelledExample
     return [[label] * len(example.labels) for example in test]
 
 
-def average(scores: SeedScores) -> Scores:
+def average_over_seeds(scores: SeedScores) -> Scores:
     """Return {metric: mean} and, of several seeds, {metric_std: sample standard deviation}."""
     averaged: Scores = {}
     for metric, values in scores.items():
@@ -134,7 +131,7 @@ def average(scores: SeedScores) -> Scores:
     return averaged
 
 
-def tabulate(scores: dict[str, SeedScores], tests: Texts) -> dict[str, Scores]:
+def summarize_by_language(scores: dict[str, SeedScores], tests: Texts) -> dict[str, Scores]:
     """Return {`LANGUAGE SETTING`: averaged scores} and {LANGUAGE: summary}. The summary has the main metric of each
     setting by its short name and, as `delta`, supervised minus zero-shot. scores: {`LANGUAGE SETTING`: scores}, the
     main metric first."""
@@ -142,18 +139,19 @@ def tabulate(scores: dict[str, SeedScores], tests: Texts) -> dict[str, Scores]:
     summary: dict[str, SeedScores] = {}
     for row, metrics in scores.items():
         language, setting = row.rsplit(" ", 1)
-        rows[row] = average(metrics) | {"examples": len(tests[language])}
+        rows[row] = average_over_seeds(metrics) | {"examples": len(tests[language])}
         summary.setdefault(language, {})[SHORT_NAMES[setting]] = next(iter(metrics.values()))
     for language, values in summary.items():
         if "sup" in values and "zs" in values:
             seeds = zip(values["sup"], values["zs"], strict=True)
             values["delta"] = [bootstrap.weighted_sum(seed, (1, -1)) for seed in seeds]
-        rows[language] = average(values)
+        rows[language] = average_over_seeds(values)
     return rows
 
 
 def below_majority_warnings(results: dict[str, Scores]) -> list[str]:
-    """Return a line for each score below that of always predicting the most frequent label. results: see tabulate."""
+    """Return a line for each score below that of always predicting the most frequent label. results: those of
+    summarize_by_language."""
     lines = []
     for language, scores in results.items():
         for setting, name in SHORT_NAMES.items():
