@@ -37,7 +37,7 @@ from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, load_recipe
 from xscale.run.folder import start_logging
-from xscale.run.metrics import JsonLines, TensorBoardWriter
+from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
 from xscale.step.step import compute_row_loss, step_weights, sum_losses_of_rows
@@ -373,6 +373,17 @@ def test_lines_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(sound + "".join(f"{line}\n" for line in odd) + '{"step": 3}\n')
     JsonLines(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == sound
+
+
+def test_a_resume_on_fewer_ranks_cuts_the_traces_of_all_earlier_ranks(tmp_path: Path) -> None:
+    """Otherwise the records of a step that is done again would be there twice."""
+    context: Any = SimpleNamespace(out=tmp_path, process=Process(0, 1, 0, 1))
+    manager: Any = SimpleNamespace(engine=SimpleNamespace(fp16_enabled=lambda: False))
+    (tmp_path / "trace").mkdir()
+    for rank in range(12):
+        (tmp_path / "trace" / f"rank{rank}.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    RunMetrics(context, load_recipe("mlm", [], OBJECTIVES), manager, done=1, trace=True)
+    assert {path.read_text() for path in (tmp_path / "trace").iterdir()} == {'{"step": 1}\n'}
 
 
 def test_a_resume_cuts_a_long_file_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,15 @@ def slowest_rank_metrics(seconds_R: list[float]) -> dict[str, float]:
     return {"slowest_rank": seconds_R.index(slowest), "slowest_ratio": slowest / max(median_low(seconds_R), 1e-9)}
 
 
+def cut_traces_of_absent_ranks(folder: Path, world: int, after_step: int) -> None:
+    """Remove the lines of later steps from the traces of ranks that an earlier start of the run had, and this start,
+    with fewer ranks, has not. The ranks of this start read the records of these steps again."""
+    for path in folder.glob("rank*.jsonl"):
+        rank = path.stem.removeprefix("rank")
+        if rank.isdecimal() and int(rank) >= world:
+            JsonLines(path, after_step).finish()
+
+
 class RunMetrics:
     """The metrics of a run. All ranks call its functions together; rank 0 writes the files."""
 
@@ -203,6 +212,8 @@ class RunMetrics:
         self.lines = JsonLines(out / "metrics.jsonl" if self.is_main else None, done)
         self.board = TensorBoardWriter(out / "tb" if self.is_main else None, done)
         self.trace = JsonLines(out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None, done)
+        if trace and self.is_main:
+            cut_traces_of_absent_ranks(out / "trace", context.process.world, done)
         self.done = done
         self.started = time.monotonic()
         self.last_line = 0.0
