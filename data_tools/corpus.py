@@ -388,8 +388,8 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
             of_pairs.append(source)
     if align.keys() != {"links"} or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
-            f"{place}: align: {align} must be true, or {{links: F}} if exactly one source has `pairs`, and it has no "
-            "`links`. Write `links: F` in each source instead"
+            f"{place}: align: {align} must be true. If exactly one source has `pairs`, and this source has no "
+            "`links`, align may also be {links: F}. Otherwise write `links: F` in each source"
         )
     of_pairs[0]["links"] = align["links"]
     tree["align"] = False

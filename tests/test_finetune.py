@@ -441,7 +441,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test file is in this language. Write --test fr=FILE"),
         (
             "--train en=de.tsv de=de.tsv ger=other.tsv",
-            "two texts for supervised scores are in one language: en, de, ger",
+            "two of the training files for supervised scores .in en, de, ger. are in the same language",
         ),
         (
             "--train en=de.tsv --test de=other.tsv",

@@ -241,8 +241,11 @@ MONO = {"mono": "de", "text": "a"}
     [
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
         ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
-        ({"sources": [PAIR], "align": {"link": "c"}}, ["align: {'link': 'c'} must be true, or {links: F}"]),
-        ({"sources": [PAIR, PAIR], "align": {"links": "c"}}, ["align: {'links': 'c'} must be true, or {links: F}"]),
+        ({"sources": [PAIR], "align": {"link": "c"}}, ["align: {'link': 'c'} must be true. If exactly one source"]),
+        (
+            {"sources": [PAIR, PAIR], "align": {"links": "c"}},
+            ["align: {'links': 'c'} must be true. If exactly one source"],
+        ),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is listed twice"]),

@@ -468,7 +468,7 @@ def test_a_folder_without_rights_is_not_left_out(demo: Path, tmp_path: Path, mon
     shutil.copytree(demo / "pairs", tmp_path / "pairs")
     (tmp_path / "closed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed")
-    with pytest.raises(UserError, match=r"closed cannot be read, and may have shards.*--data"):
+    with pytest.raises(UserError, match=r"closed cannot be read, but may have shards.*--data"):
         find_sources([tmp_path])
 
 

@@ -520,8 +520,8 @@ def check_folders_without_index(directory: Path, with_index: list[Path]) -> None
             )
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise UserError(
-                f"{path} cannot be read, and may have shards. Correct its permissions, or name only the other folders "
-                "after --data"
+                f"{path} cannot be read, but may have shards. Correct the permissions of {path}, or pass only the "
+                "other folders to --data"
             )
         being_written = path.name.endswith(PARTIAL)
         if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):

@@ -128,8 +128,8 @@ def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
     this, a later start would continue from them, and not from the steps that are done again. Rank 0 only."""
     for path in checkpoints.withdraw_later(out / "checkpoints", checkpoint.step):
         LOG.warning(
-            f"checkpoint {path} is of a later step than {checkpoint.path}, from which the run continues; the next save "
-            f"removes it"
+            f"checkpoint {path} is of a later step than {checkpoint.path}, from which the run continues. The run "
+            f"removes {path} when it saves the next checkpoint"
         )
 
 

@@ -56,7 +56,10 @@ def plan_training(
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
         if len(set(map(short_code, texts))) < len(texts):
-            raise UserError(f"two texts for {setting} scores are in one language: {', '.join(texts)}; leave one out")
+            raise UserError(
+                f"two of the training files for {setting} scores (in {', '.join(texts)}) are in the same language. "
+                "Remove one of the two files from the command"
+            )
         for language, examples in texts.items():
             path = examples[0].path
             settings = {test: setting for test in tests if short_code(test) == short_code(language)}
