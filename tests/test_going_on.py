@@ -104,7 +104,7 @@ def test_the_lines_of_the_docs_enlarge_a_vocabulary(
     assert torch.equal(rows[: old.vocab_size], lm.get_input_embeddings().weight)
     assert new.encode(["the dog"]) == old.encode(["the dog"])
     assert new.encode(["the жук"])[0] == [*old.encode(["the"])[0], old.vocab_size]
-    with pytest.raises(UserError, match=rf"trained with the tokenizer {tmp_path / 'hf' / 'larger'}.*add-language\.md"):
+    with pytest.raises(UserError, match=rf"the tokenizer in {tmp_path / 'hf' / 'larger'}.*add-language\.md"):
         loader_of(demo, "mlm", init, f"model.tokenizer={demo / 'tokenizer'}")
 
 

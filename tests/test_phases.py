@@ -260,7 +260,7 @@ def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
         ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 16.*1.0 is the end"),
         ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
         ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),
-        ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads pair records in en"),
+        ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads sentence pairs in en"),
     ):
         with pytest.raises(UserError, match=message):
             resolve_run(write(tmp_path, phases), sets, [demo])
