@@ -829,7 +829,7 @@ def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     folder.mkdir()
     lock = engine.lock_folder(folder)
-    with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
+    with pytest.raises(UserError, match=r"another process writes to .*out\.incomplete"):
         run(tmp_path, tree)
     os.close(lock)
     prepare.check_unchanged(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
