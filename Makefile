@@ -48,7 +48,7 @@ test-slow: $(VENV)/installed
 	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it, tests/test_report.py a browser:" \
 	    "apt-get install slurm-wlm munge chromium"; exit 2; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[align,ray]'
-	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
+	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 # A second Python, where the machine has one that works (pyenv's commands answer for chosen versions only): an install with
 # the constraints, and the tests of files and shards. It is no part of CI, since the install takes minutes.

@@ -18,13 +18,18 @@ from tests import demo_shards
 from xscale.data import calibrate
 from xscale.data.tokenizer import Tokenizer
 
-LONG = {"recipes", "zero", "readme", "training", "slurm", "benchmarks", "prepare", "phases", "watch", "wheel"}
-"""Files whose slow tests take minutes."""
+LONGEST = ("benchmarks", "slurm", "recipes", "prepare", "training", "papers", "readme", "wheel", "step", "zero")
+"""Files whose slow tests take minutes, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files begin first, so that at the end no core waits for one: see `make test-slow`."""
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
+    def turn(item: pytest.Item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from xscale.step.engine import operators_directory
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
+STEPS, STEPS_OF_DS_CONFIG = 8, 4
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
 STAGE_3 = [name for name in DS_CONFIGS if name.startswith("zero3")]
@@ -38,7 +38,8 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def arguments(name: str, recipe: str, ds_config: str, *sets: str) -> list[str]:
         path = ds_config if ds_config.endswith(".json") else f"ds_configs/{ds_config}.json"
         common = ["--ds_config", path, "--recipe", recipe, "--data", str(demo)]
-        return [*common, "--out", str(out / name), "--steps", str(STEPS), "--set", *sets, "data.workers=0"]
+        steps = STEPS_OF_DS_CONFIG if name.startswith("ds-") else STEPS
+        return [*common, "--out", str(out / name), "--steps", str(steps), "--set", *sets, "data.workers=0"]
 
     listed = []
     for recipe in RECIPE_NAMES:
@@ -52,7 +53,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["streams.ppa.queue_size=32", *(f"streams.{name}.samples=6" for name in ("ppa", "contextual", "mlm"))]
     small += ["streams.tlm.samples=8", "streams.alignlm.samples=8", "streams.align_mlm.samples=4"]
     same = ["model.dropout=0", "train.max_tokens=256", "train.max_grad_norm=1000"]
-    unmeasured = {name: [] if name == "zero2_bf16" else ["train.measure_every=0"] for name in DS_CONFIGS}
+    unmeasured = {name: [] if name == "zero2_fp16" else ["train.measure_every=0"] for name in DS_CONFIGS}
     for name in DS_CONFIGS:
         # The shipped file, with gradient buckets that fill several times in a backward pass, as a large model's do.
         ds_config = json.loads((launch.ROOT / "ds_configs" / f"{name}.json").read_text())
@@ -123,9 +124,8 @@ def test_zero_3_trains_several_streams(runs: Path, name: str, order: str) -> Non
 def same_curve(runs: Path, name: str, expected: str) -> None:
     """The arithmetic is the same but for the precision; tests/test_step.py compares zero2_cpu's with plain PyTorch."""
     entries = launch.metrics(runs / name)
-    start, end = (sum(entry["loss"] for entry in part) / 4 for part in (entries[:4], entries[-4:]))
-    assert end < start, (start, end)
-    tolerance = 2e-2 if "bf16" in name else 2e-4 if name.startswith(("ds-zero0_fp32", "ds-zero2_cpu")) else 2e-3  # fp16
+    assert entries[-1]["loss"] < 0.95 * entries[0]["loss"]
+    tolerance = 4e-3 if "bf16" in name else 2e-4 if name.startswith(("ds-zero0_fp32", "ds-zero2_cpu")) else 2e-3  # fp16
     for entry, other in zip(entries, launch.metrics(runs / expected), strict=True):
         assert entry["loss"] == pytest.approx(other["loss"], rel=tolerance), entry["step"]
         if "zero0_fp32" not in name:  # DeepSpeed has no norm there

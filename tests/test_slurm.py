@@ -136,22 +136,20 @@ def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, referenc
     same_run(out, reference)
 
 
-def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
-    """By pretrain.sbatch's own --signal, shortened; a job that its user cancels saves, and is not requeued."""
-    out, output = tmp_path / "run", tmp_path / "job.out"
-    flags = ["--parsable", f"--output={output}", "--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR2@80"]
-    long = arguments(demo, out, "--steps", "100000")
-    job = int(slurm.run("sbatch", *flags, "slurm/pretrain.sbatch", *long))
+def test_the_time_limit_signals_the_run(slurm: Cluster, tmp_path: Path) -> None:
+    """By pretrain.sbatch's own --signal, shortened, and the job is requeued. A job that its user cancels has the time
+    to save, and is not requeued. Ranks that are a script end as those of a run do: see test_training.py."""
+    output, saved = tmp_path / "job.out", tmp_path / "saved"
+    rank = f"trap 'exit 75' USR2; trap 'sleep 3; touch {saved}; exit 75' TERM; echo a rank is up; sleep 300 & wait $!"
+    job = submit_in(slurm, tmp_path, rank, output, "--nodes=1", "--time=1", "--signal=USR2@50")
     wait_for_state(slurm, job, "PENDING", output, restarts=1)
-    first = status(out)
-    assert (first["status"], first["why"]) == ("stopped", "SIGUSR2")
+    assert "exit code 75" in output.read_text()
     release(slurm, job)
-    wait_for(lambda: status(out)["status"] == "running", 60, output.read_text)
-    wait_for_step(out, first["step"] + 1, slurm, output)
+    wait_for(lambda: output.read_text().count("a rank is up") == 2, 60, output.read_text)
     slurm.run("scancel", job)
-    found = wait_for_state(slurm, job, "CANCELLED", output)
-    wait_for(lambda: status(out)["status"] == "stopped", 20, output.read_text)
-    assert status(out)["why"] == "SIGTERM" and found["Restarts"] == "1" == slurm.job(job)["Restarts"]
+    wait_for_state(slurm, job, "CANCELLED", output)
+    wait_for(saved.exists, 20, output.read_text)
+    assert slurm.job(job)["Restarts"] == "1"
 
 
 def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_path: Path) -> None:
@@ -165,13 +163,13 @@ def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_p
     slurm.run("scancel", job)
 
 
-def submit_in(slurm: Cluster, folder: Path, script: str, output: Path, *words: str) -> int:
-    """pretrain.sbatch, whose ranks run a script in place of Python; tried again once."""
+def submit_in(slurm: Cluster, folder: Path, script: str, output: Path, *more: str) -> int:
+    """pretrain.sbatch with more of sbatch's flags, whose ranks run a script in place of Python; tried again once."""
     runs_in = folder / "runs_in"
     runs_in.write_text(f"#!/bin/bash\n{script}\n")
     runs_in.chmod(0o755)
-    flags = ["--parsable", f"--output={output}", "--ntasks-per-node=1", "slurm/pretrain.sbatch"]
-    return int(slurm.run("env", f"RUN_IN={runs_in}", "RETRIES=1", "sbatch", *flags, *words))
+    flags = ["--parsable", f"--output={output}", "--ntasks-per-node=1", *more]
+    return int(slurm.run("env", f"RUN_IN={runs_in}", "RETRIES=1", "sbatch", *flags, "slurm/pretrain.sbatch"))
 
 
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from xscale.step.module import StepModule
 
 pytestmark = pytest.mark.slow
 
-STEPS, LR, WARMUP, DECAY, CLIP, EPS = 10, 5e-4, 3, 0.05, 0.7, 1e-5
+STEPS, LR, WARMUP, DECAY, CLIP, EPS = 6, 5e-4, 3, 0.05, 0.7, 1e-5
 RECIPE = """
 model: {preset: tiny, dropout: 0.0}
 streams:
@@ -46,7 +46,7 @@ SETS = [
 
 
 def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> None:
-    """Weights after 10 mixed steps on 2 ranks, ZeRO-2, fp32: within 1e-6 of dense logits, torch AdamW, one process."""
+    """Weights after 6 mixed steps on 2 ranks, ZeRO-2, fp32: within 1e-6 of dense logits, torch AdamW, one process."""
     out = tmp_path / "run"
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
@@ -75,7 +75,7 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
 
 
 def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: Path) -> None:
-    """The recipe `mixed`, 2 ranks, ZeRO-2, several rows: weights, queue and momentum encoder after 10 steps equal
+    """The recipe `mixed`, 2 ranks, ZeRO-2, several rows: weights, queue and momentum encoder after 6 steps equal
     those of one process that sums whole streams' losses (each tested against its paper elsewhere) and calls AdamW."""
     out = tmp_path / "run"
     small = {"mlm": 5, "tlm": 9, "alignlm": 7, "ppa": 11, "contextual": 5, "align_mlm": 3}
@@ -87,7 +87,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     arguments = ["--ds_config", str(tmp_path / "ds.json"), "--recipe", "mixed", "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", "model.dropout=0.0", *SETS, *sets]
-    arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
+    arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.5", "train.measure_every=3"]
     launch.run(2, arguments)
     measured = launch.metrics(out)
     loader = launch.loader_of([*arguments, "data.workers=0"])
@@ -107,21 +107,20 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
             terms = objective.terms(loader.recipe.streams[name].options)
             shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream
             counts = {term: stream_batch.target_counts[shared.get(name, term)] for term in terms}
-            warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
+            warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 3, 1)}.get(name, 1)
             weights = {
                 loss_key(name, term): warm * loader.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
             loss, _ = pass_row(module, row, weights, (name, step))
-            # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
-            found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
-            norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()
-            loss.backward()
             key = f"grad_norm/{name}"
-            if step in (0, 4, 9):
+            assert (key in measured[step]) == (step in (0, 2, 5))
+            if key in measured[step]:
+                # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
+                found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
+                norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()
                 assert measured[step][key] == pytest.approx(norm, rel=1e-5), (step, key)
-            else:
-                assert key not in measured[step]
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         for group in optimizer.param_groups:
             group["lr"] = warmup_decay(step)

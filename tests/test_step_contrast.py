@@ -3,14 +3,15 @@
 tests/test_reference.py has both against plain PyTorch, in one row and in the rows of four ranks.
 """
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import multiprocessing
 
+from tests import launch
 from tests.conformance import check_objective
 from tests.rows import assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
 from tests.test_alignlm import context, examples_of
@@ -108,9 +109,9 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
     assert len(computed) == len(rows) >= 2
 
 
-def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None:
+def gradient_of_a_rank(folder: Path, demo: Path, recipe: str) -> None:
     """Write the gradient of one rank's rows of the first step."""
-    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     loader = resolve_run(demo, recipe, MORE_SAMPLES[recipe])
     module = make_module(loader)
@@ -133,7 +134,7 @@ def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_ranks_of_several_rows_are_the_reference(demo: Path, tmp_path: Path, recipe: str) -> None:
     """Two processes with gloo: the sum of their losses and gradients is plain PyTorch's, in fp64."""
-    multiprocessing.spawn(gradient_of_a_rank, (tmp_path, demo, recipe), nprocs=2)
+    assert launch.fork_ranks(2, gradient_of_a_rank, tmp_path, demo, recipe) == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     case = make_case(resolve_run(demo, recipe, MORE_SAMPLES[recipe]))
     assert first["loss"] + second["loss"] == pytest.approx(case.loss.item(), rel=1e-9)

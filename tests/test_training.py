@@ -60,7 +60,7 @@ def test_kills_and_a_signal_leave_no_trace(demo: Path, reference: Path, tmp_path
     step = steps_of(out)
     assert 0 < step < 20, output[-3000:]
     told = json.loads((out / "status.json").read_text())
-    assert (told["status"], told["code"], told["step"]) == ("stopped", 75, step)
+    assert (told["status"], told["code"], told["why"], told["step"]) == ("stopped", 75, "SIGTERM", step)
     process = launch.start(2, [*run, "--set", "checkpoint.every=1"])
     wait_for(lambda: steps_of(out) > step or process.poll() is not None, 180)
     time.sleep(random.random() * 0.5)

@@ -33,7 +33,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "zero1-fp16": case(1, "fp16", heads="ranks", overflow=[6, 7], norms=True, **SMALL),
         "zero2": case(2, "fp32", heads="ranks", overflow=[6]),
         "zero2-bf16-scattered": case(2, "bf16", heads="ranks", scattered=True),
-        "zero2-bf16": case(2, "bf16", heads="ranks", overflow=[0, 6]),
+        "zero2-bf16": case(2, "bf16", heads="ranks", overflow=[0, 6], norms=True),
         "zero2-bf16-sum32": case(2, "bf16", heads="ranks", accumulate="fp32", **SMALL),
         "zero2-fp16": case(2, "fp16", heads="ranks", overflow=[0, 6], norms=True, **SMALL),
         "zero2-offload": case(2, "fp32", heads="ranks", offload=True),

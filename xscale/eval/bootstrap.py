@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from scipy import stats
 
 REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
@@ -50,6 +49,8 @@ class Score(float):
 
 def scores_with_intervals(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
     """Return {name: Score} of a text, given the sums of each of its sentences."""
+    from scipy import stats  # here, because its import takes .6 s and every start of training imports this module
+
     sums_SC = np.asarray(sums_SC, dtype=np.float64)
     sentences = len(sums_SC)
 

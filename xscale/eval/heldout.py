@@ -18,7 +18,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from scipy import stats
 
 from xscale import rng
 from xscale.data.packed_row import pack_row
@@ -40,6 +39,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
     """Return {"": scores}. The scores are the loss of TLM in nats per masked token, its accuracy, the unigram entropy,
     the number of masked tokens, and the number of dropped pairs, which exceed the model's positions. Raises
     UserError."""
+    from scipy import stats  # here, as in bootstrap.py
+
     if model.headless:  # transformers has added a random head
         raise UserError(
             "the model has no masked-LM head, which task heldout measures. Use a directory that "
