@@ -40,13 +40,13 @@ demo: $(VENV)/installed data/demo
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 python -m pytest -n auto --dist loadfile -m "not slow"
 
-# Only the slow tests install the aligner, which must be compiled, Ray, and Debian's packages of SLURM and a browser.
+# Only the slow tests install the aligner, which must be compiled, Ray, and Debian's package of SLURM.
 test-slow: $(VENV)/installed
-	@for program in slurmctld slurmd munged chromium; do command -v $$program > /dev/null || missing=yes; done; \
+	@for program in slurmctld slurmd munged; do command -v $$program > /dev/null || missing=yes; done; \
 	test -z "$$missing" || { apt-get update -qq && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge chromium > /dev/null; } || \
-	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it, tests/test_report.py a browser:" \
-	    "apt-get install slurm-wlm munge chromium"; exit 2; }
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null; } || \
+	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it: apt-get install slurm-wlm munge"; \
+	    exit 2; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[align,ray]'
 	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 

@@ -20,6 +20,7 @@ from xscale.step.ds_config import Hardware
 
 pytestmark = pytest.mark.slow
 
+STEPS = 12
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
 SMALL += [f"streams.{name}.samples=5" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual")]
 SMALL += ["streams.align_mlm.samples=3", "train.measure_every=0"]
@@ -36,7 +37,7 @@ def arguments(demo: Path, out: Path, *more: str) -> list[str]:
 def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Uninterrupted steps on 2 ranks, dropout on, with a trace."""
     out = tmp_path_factory.mktemp("run") / "reference"
-    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"))
+    launch.run(2, arguments(demo, out, "--steps", f"{STEPS}", "--trace", "--set", "checkpoint.every=4"))
     return out
 
 
@@ -50,15 +51,15 @@ def same_checkpoint(a: Path, b: Path) -> None:
 def test_kills_and_a_signal_leave_no_trace(demo: Path, reference: Path, tmp_path: Path) -> None:
     """One rank is told to stop by SIGTERM: all save at the next step boundary and exit with 75 (tests/test_slurm.py has
     SIGUSR2). Then kill -9 of everything at a random moment. The end equals an uninterrupted run's."""
-    out, last = tmp_path / "killed", "checkpoints/step_00000020"
-    run = arguments(demo, out, "--steps", "20", "--trace")
+    out, last = tmp_path / "killed", f"checkpoints/step_{STEPS:08d}"
+    run = arguments(demo, out, "--steps", f"{STEPS}", "--trace")
     process = launch.start(2, run, "deepspeed")
     wait_for(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text()) > 0, 180)
     os.kill(launch.rank_pids(process)[-1], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output[-3000:]
     step = steps_of(out)
-    assert 0 < step < 20, output[-3000:]
+    assert 0 < step < STEPS, output[-3000:]
     told = json.loads((out / "status.json").read_text())
     assert (told["status"], told["code"], told["why"], told["step"]) == ("stopped", 75, "SIGTERM", step)
     process = launch.start(2, [*run, "--set", "checkpoint.every=1"])
@@ -89,7 +90,7 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
     cuts = {1: 100_000, 2: 200, 4: 400}
     for world, max_tokens in cuts.items():
         # A seed at which no unit of PPA's ReLU comes so near to 0 that rounding decides on which side it is.
-        more = ["--steps", "8", "--trace", "--seed", "3", *EXACT[:2], f"train.max_tokens={max_tokens}"]
+        more = ["--steps", "5", "--trace", "--seed", "3", *EXACT[:2], f"train.max_tokens={max_tokens}"]
         dictionary = ["--recipe", "dict_mlm", "--data", str(demo), "--out", str(tmp_path / f"{world}/dict_mlm"), *more]
         dictionary += [*SMALL[:2], "--set", "streams.dict_mlm.samples=9", "train.measure_every=0"]
         mixed = arguments(demo, tmp_path / f"{world}/mixed", *more, *EXACT[2:])
@@ -199,7 +200,7 @@ def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Pa
         ("deepspeed.utils.zero_to_fp32", [str(folder), str(tmp_path / "fp32")]),
         (
             "deepspeed.checkpoint.ds_to_universal",
-            ["--input_folder", str(folder / "step_00000020"), "--output_folder", str(tmp_path / "universal")],
+            ["--input_folder", str(folder / f"step_{STEPS:08d}"), "--output_folder", str(tmp_path / "universal")],
         ),
     ]:
         code, output = launch.fork(0, ["-m", module, *args], launch.environment())
@@ -225,5 +226,5 @@ def test_resume_refuses_what_changed(demo: Path, reference: Path, tmp_path: Path
 def test_launchers(demo: Path, reference: Path, tmp_path: Path) -> None:
     """mpirun starts the same run; so does deepspeed, which the run that is killed begins with."""
     out = tmp_path / "mpi"
-    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "mpirun")
+    launch.run(2, arguments(demo, out, "--steps", f"{STEPS}", "--trace", "--set", "checkpoint.every=4"), "mpirun")
     assert launch.without_times(out) == launch.without_times(reference)
