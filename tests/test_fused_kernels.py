@@ -45,7 +45,7 @@ def check_attention(lengths: list[int], heads: int, width: int, window: int | No
 def check_attention_dropout() -> None:
     """The output is the dropped weights, since scores are equal and values one-hot. Their share is p, and two masks
     whose seed, head, sequence, query or key differ are independent. The backward pass draws the same mask."""
-    n, width, heads, p = 40, 16, 2, 0.1
+    n, width, heads, p = 16, 16, 2, 0.1
     qkv = torch.zeros(n, width, 3, heads, width).half()
     qkv[:, :, 2] = torch.eye(width)[:, None]
     leaf = qkv.view(n * width, -1).requires_grad_()
@@ -98,8 +98,10 @@ def interpret() -> None:
         check_attention([40, 33, 32, 5], 3, 32, None)
         check_attention([128, 65, 64, 3], 1, 64, 16)
         check_attention_dropout()
-        for tokens, width, p in ((5, 48, 0.0), (7, 771, 0.0), (600, 16, 0.0), (40, 64, 0.3)):
+        for tokens, width, p in ((5, 48, 0.0), (7, 771, 0.0), (40, 64, 0.3)):
             check_norm(tokens, width, p)
+        with mock.patch.object(dropout_add_norm_triton, "PROGRAMS", 3):  # of several turns each
+            check_norm(29, 16, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
