@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +124,18 @@ def fork(
         raise AssertionError(f"no end after {timeout} s:\n{output.read()[-6000:]}")
 
 
+def fork_and_kill(world: int, arguments: list[str], is_moment: Callable[[], bool], script: str = TRAIN) -> None:
+    """kill -9 of all ranks of a forked run and of their loader workers at once, when is_moment() says so."""
+    run = threading.Thread(target=fork, args=(world, [script, *arguments], environment()))
+    run.start()
+    while run.is_alive() and not is_moment():
+        time.sleep(0.02)
+    killed = psutil.Process(_forking[0].pid).children(recursive=True)
+    _kill_all(killed)
+    run.join()
+    assert not psutil.wait_procs(killed, timeout=30)[1]
+
+
 def fork_ranks(
     world: int, function: Callable[..., object], *arguments: object, timeout: float = 60
 ) -> list[int | None]:
@@ -156,10 +170,14 @@ def kill(process: subprocess.Popen) -> None:
     """kill -9 of launcher, ranks and loader workers at once."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
-        for child in [*parent.children(recursive=True), parent]:  # torchrun puts its ranks into sessions of their own
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        _kill_all([*parent.children(recursive=True), parent])  # torchrun puts its ranks into sessions of their own
     process.wait()
+
+
+def _kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def rank_pids(process: subprocess.Popen) -> list[int]:

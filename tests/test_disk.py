@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
 from tests import launch
-from tests.test_training import same_checkpoint, wait_for
+from tests.test_training import same_checkpoint
 from xscale.checkpoint import store
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import LOG, UserError
@@ -245,11 +245,13 @@ def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: P
     step ends with 4 and says what to do; started again, it ends as one that was never disturbed."""
     out = tmp_path / "out"
     slow = {"arguments": arguments(demo, out), "save": {"4": [1, "never"]}}
-    process = launch.start(2, listed(tmp_path / "slow.json", slow), script=SCRIPT)
     half = out / "checkpoints/step_00000004.incomplete"
-    wait_for(lambda: process.poll() is not None or half.exists(), 120)
-    time.sleep(0.5)
-    launch.kill(process)
+
+    def is_half_written() -> bool:
+        time.sleep(0.5 * half.exists())
+        return half.exists()
+
+    launch.fork_and_kill(2, listed(tmp_path / "slow.json", slow), is_half_written, SCRIPT)
     assert steps_saved(out) == [0, 2] and half.exists()
     full = {"arguments": arguments(demo, out), "save": {"12": [1, "full"]}}
     code, output = launch.try_run(2, listed(tmp_path / "full.json", full), script=SCRIPT)

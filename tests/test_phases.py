@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -305,10 +304,8 @@ def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: P
         for later in range(step + 1, 21):
             shutil.rmtree(copy / "checkpoints" / f"step_{later:08d}")
     arguments = listed(demo, tmp_path, [str(step) for step in copies] + ["killed"], *sets)
-    process = launch.start(2, arguments, script=script)
-    while not (tmp_path / "killed" / "checkpoints" / "step_00000005").exists() and process.poll() is None:
-        time.sleep(0.05)
-    launch.kill(process)
+    fifth = tmp_path / "killed" / "checkpoints" / "step_00000005"
+    launch.fork_and_kill(2, arguments, fifth.exists, script)
     assert len(launch.metrics(tmp_path / "killed")) < 20
     launch.run(2, arguments, script=script)
     last = "checkpoints/step_00000020"

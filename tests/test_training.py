@@ -62,10 +62,13 @@ def test_kills_and_a_signal_leave_no_trace(demo: Path, reference: Path, tmp_path
     assert 0 < step < STEPS, output[-3000:]
     told = json.loads((out / "status.json").read_text())
     assert (told["status"], told["code"], told["why"], told["step"]) == ("stopped", 75, "SIGTERM", step)
-    process = launch.start(2, [*run, "--set", "checkpoint.every=1"])
-    wait_for(lambda: steps_of(out) > step or process.poll() is not None, 180)
-    time.sleep(random.random() * 0.5)
-    launch.kill(process)
+
+    def is_random_moment() -> bool:
+        begun = steps_of(out) > step
+        time.sleep(begun * random.random() * 0.5)
+        return begun
+
+    launch.fork_and_kill(2, [*run, "--set", "checkpoint.every=1"], is_random_moment)
     launch.run(2, [*run, "--set", "checkpoint.every=4"])
     same_checkpoint(out / last, reference / last)
     assert launch.without_times(out) == launch.without_times(reference)
