@@ -20,7 +20,7 @@ from xscale.step.ds_config import Hardware
 
 pytestmark = pytest.mark.slow
 
-STEPS = 12
+STEPS = 20
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
 SMALL += [f"streams.{name}.samples=5" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual")]
 SMALL += ["streams.align_mlm.samples=3", "train.measure_every=0"]
@@ -61,7 +61,7 @@ def test_kills_and_a_signal_leave_no_trace(demo: Path, reference: Path, tmp_path
     step = steps_of(out)
     assert 0 < step < STEPS, output[-3000:]
     told = json.loads((out / "status.json").read_text())
-    assert (told["status"], told["code"], told["why"], told["step"]) == ("stopped", 75, "SIGTERM", step)
+    assert (told["status"], told["code"], told["step"]) == ("stopped", 75, step)
 
     def is_random_moment() -> bool:
         begun = steps_of(out) > step
