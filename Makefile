@@ -47,7 +47,7 @@ test-slow: $(VENV)/installed
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge > /dev/null; } || \
 	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it: apt-get install slurm-wlm munge"; \
 	    exit 2; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[align,ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --use-pep517 -c constraints.txt --editable '.[align,ray]'
 	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 # A second Python, where the machine has one that works (pyenv's commands answer for chosen versions only): an install with
