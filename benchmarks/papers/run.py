@@ -348,7 +348,7 @@ def read_grid(name: str) -> dict[str, Any]:
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for world, spec in grid["worlds"].items():
         if "langs" in spec or isinstance(spec.get("pairs"), str):
-            remedy = "Write `pairs: {en - de: STEM}`, `tasks` and the other keys as in benchmarks/papers/methods.yaml"
+            remedy = "Write `pairs: {en-de: STEM}`, `tasks` and the other keys as in benchmarks/papers/methods.yaml"
             raise UserError(
                 f"{path}: world {world} has `langs`, or a text as the value of `pairs`, which only older versions "
                 f"read. {remedy}"

@@ -58,8 +58,8 @@ class MomentumEncoder:
     @torch.no_grad()
     def update(self, momentum: float) -> None:
         """Update the masters as a moving average of the query encoder's weights: masters = momentum * masters + (1 -
-        momentum) * query. Call it after each optimizer step that
-        changed these weights. Only parameters are averaged: buffers are constants in all supported models."""
+        momentum) * query. Call it after each optimizer step that changed these weights. Only parameters are averaged:
+        buffers are constants in all supported models."""
         self._move_masters_to_query()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())

@@ -17,6 +17,7 @@ from xscale.objectives import (
     word_contrast,
 )
 from xscale.objectives.base import HasQueue, Losses, Objective, Parts, Prediction, step_loss_share
+from xscale.recipe import STREAM_FIELDS, field_names
 
 __all__ = ["OBJECTIVES", "HasQueue", "Losses", "Objective", "Parts", "Prediction", "step_loss_share"]
 
@@ -41,6 +42,9 @@ def import_objective(name: str) -> Objective:
         )
     if objective.record_kind not in ("mono", "pair"):
         raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')
+    taken = [field for field in field_names(objective.options) if field in STREAM_FIELDS]
+    if taken:
+        raise UserError(f"{name}: every stream already has fields named {', '.join(taken)}. Rename these options")
     return objective
 
 

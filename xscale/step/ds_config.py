@@ -102,8 +102,7 @@ class EngineConfig:
     """The lines to print about the precision."""
 
     def settings_in_checkpoint(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint records. On a resume, DeepSpeed restores them from the checkpoint and
-        ignores those of the ds_config."""
+        """Return the settings that a checkpoint records. A resume refuses other settings, except another stage."""
         optimizer = self.resolved["optimizer"]
         params = dict(optimizer["params"])
         for name in MAY_CHANGE:
