@@ -118,10 +118,14 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     """Write a stamp of the input to the work folder: corpus.yaml, and each input file's size and modification time.
     Raise UserError if the input has changed since the first task was done."""
     stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
+    paths = list(plan.corpus.lexicons)
+    if isinstance(plan.corpus.tokenizer, str):
+        paths.append(plan.corpus.tokenizer)
     for source in plan.corpus.sources:
-        for path in map(Path, [*source.paths, *plan.corpus.rules_for(source).paths]):
-            for file in files.list_files(path) if path.is_dir() else filter(Path.is_file, [path]):
-                stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
+        paths += [*source.paths, *plan.corpus.rules_for(source).paths]
+    for path in map(Path, paths):
+        for file in files.list_files(path) if path.is_dir() else filter(Path.is_file, [path]):
+            stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
         print(f"{folder} has finished tasks of an earlier start, which are not repeated", file=sys.stderr)

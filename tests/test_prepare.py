@@ -836,8 +836,18 @@ def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     for other in ({"sources": [tree["sources"][0] | {"first": 6}]}, tree | {"heldout": {"pairs": 1}}):
-        with pytest.raises(UserError, match=r"^corpus\.yaml .*changed .*out\.incomplete.*remove \S*out\.incomplete"):
+        with pytest.raises(UserError, match=r"^corpus\.yaml .*changed .*out\.incomplete\. Remove \S*out\.incomplete"):
             run(tmp_path, other)
+    (tmp_path / "tokenizer").mkdir()
+    with_tokenizer = load_corpus(written(tmp_path, tree | {"tokenizer": str(tmp_path / "tokenizer")}))
+    (folder / "stamp.json").unlink()
+    files.remove(folder / "done")
+    prepare.check_unchanged(steps.CorpusPlan(with_tokenizer), folder)
+    (folder / "done" / "cut").mkdir(parents=True)
+    (folder / "done" / "cut" / "000000").touch()
+    (tmp_path / "tokenizer" / "tokenizer.json").touch()
+    with pytest.raises(UserError, match=r"a file that corpus\.yaml lists has changed"):
+        prepare.check_unchanged(steps.CorpusPlan(with_tokenizer), folder)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
 
