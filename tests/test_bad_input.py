@@ -69,9 +69,9 @@ MORE = lzma.compress(b"c d\n" * 9)
         ("text", LATIN, "line 124 .*UTF-8"),
         ("text.gz", gzip.compress(LATIN), "line 124 .*UTF-8"),
         ("text.xz", lzma.compress(LATIN), "line 124 .*UTF-8"),
-        ("text", b"", "nothing|is empty"),
-        ("text", b"\n\n \n", "nothing|is empty"),
-        ("text", b"<doc id=1>\n</doc>\n", "nothing|is empty"),
+        ("text", b"", "has no text|is empty"),
+        ("text", b"\n\n \n", "has no text|is empty"),
+        ("text", b"<doc id=1>\n</doc>\n", "has no text|is empty"),
         ("text", b"\x28\xb5\x2f\xfd" + b"\0" * 9, ".zst"),
         ("text", gzip.compress(b"a\n", mtime=0), "compressed as .gz"),
         ("text", "one two\n".encode("utf-16"), "iconv -f"),
@@ -279,7 +279,7 @@ def test_languages_without_data(demo: Path) -> None:
     assert select_sources("s", "pair", ["xx-en"], sources) == (2,)
     with pytest.raises(UserError, match=r"streams\.s reads monolingual text in de, but --data has only en "):
         select_sources("s", "mono", ["en", "de"], sources)
-    with pytest.raises(UserError, match=r"streams\.s reads pair records in en-de"):
+    with pytest.raises(UserError, match=r"streams\.s reads sentence pairs in en-de"):
         select_sources("s", "pair", ["en-de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
         select_sources("s", "pair", None, sources[:2])
@@ -295,7 +295,9 @@ def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> N
     sources = [Source(tmp_path / name) for name in ("forth", "back", "other")]
     for languages in (["en-hi"], ["hi-en"], ["en", "hi"], ["en-hi", "hi-en"]):
         assert select_sources("s", "pair", languages, sources) == (0, 1)
-    with pytest.raises(UserError, match=r"reads pair records in hi-de, but .*: en-hi .*, en-hi .*, de-en \(pair\)"):
+    with pytest.raises(
+        UserError, match=r"reads sentence pairs in hi-de, but .* only en-hi .*, en-hi .*, de-en \(pair\)"
+    ):
         select_sources("s", "pair", ["hi-de", "hi-en"], sources)
 
 
@@ -350,9 +352,9 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([*A, *A, *B], "record 0: two tar members of one sample have the name a.en.txt"),
         ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but earlier samples have texts in en. .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: the tar member a.cs.txt is a link or a device"),
-        ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
+        ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: the word link '5-0' does not fit a pair of 1 and 1 words"),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: two tar members .* a.json"),
-        ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
+        ([("a.jsonl", b"[" * 100_000)], "record 0: the text is not JSON .*recursion"),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')],
             "record 0: .* two different languages",

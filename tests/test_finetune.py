@@ -101,21 +101,26 @@ GOOD = {
     "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
               [(("When?", "Ada wrote it in 1843."), ())]),
 }  # fmt: skip
-LEFT_OUT = {"withheld words": "1 of 2 .*withheld", "PAWS-X": "1 of 3 .*blank", "XNLI's own": "1 of 2 .*label",
-            "SNLI": "1 of 2 .*label", "SQuAD": "1 of 2 .*answer"}  # fmt: skip
+LEFT_OUT = {"withheld words": "1 of 2 .*distributed without text", "PAWS-X": "1 of 3 .*blank",
+            "XNLI's own": "1 of 2 .*label", "SNLI": "1 of 2 .*label", "SQuAD": "1 of 2 .*answer"}  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 SHORT_JSON = '{"data": [{"paragraphs": [{"qas": [{}]}]}]}'
 BAD = {
     "columns": ("pos", "a.conllu", "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n2\tend\tNOUN\n", "line 2 .*ten columns"),
     "no blank line": ("pos", "a.conllu", 2 * "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n", "line 2 .*blank line"),
     "spaces": ("pos", "a.conllu", "1  The  _  DET", "line 1 .*columns"),
-    "part of speech": ("pos", "a.tsv", "The\tDT\n", "line 1: the tag 'DT' of 'The' .*NOUN"),
+    "part of speech": ("pos", "a.tsv", "The\tDT\n", "line 1: the tag 'DT' of the word 'The' .*NOUN"),
     "no sentence": ("pos", "a.conllu", "# nothing\n", "has no usable example in de"),
-    "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 2: the tag 'LOC' of 'b'"),
+    "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 2: the tag 'LOC' of the word 'b'"),
     "no tag": ("ner", "a.tsv", "a\tO\nb\n", "line 2 .*`word<TAB>tag`"),
     "no word": ("ner", "a.tsv", "\tO\n", "line 1 .*`word<TAB>tag`"),
     "two columns": ("xnli", "a.tsv", "a\tb\tneutral\nc\td\n", "line 2 .*2 columns.*premise<TAB>hypothesis<TAB>label"),
-    "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "row 1: .*hypothesis has None.*premise, b"),
+    "no column": (
+        "xnli",
+        "a.jsonl",
+        '{"premise": "a", "b": "c"}\n',
+        "row 1: .*hypothesis has the value None.*premise, b",
+    ),
     "a number": (
         "xnli",
         "a.jsonl",

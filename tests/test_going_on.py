@@ -450,7 +450,7 @@ def test_an_export_is_pushed_to_the_hub(
     for out, error in (("second", LocalTokenNotFoundError("no token")), ("fourth", RuntimeError("no token"))):
         hub.create_repo.side_effect = error  # the second stands for an HTTP library's own error
         code, said = command(out, "me/encoder")
-        assert code == 2 and re.search("me/encoder: no token.*hf upload --private me/encoder", said)
+        assert code == 2 and re.search("me/encoder: the upload failed .no token.*hf upload --private me/encoder", said)
         assert (tmp_path / out / "model.safetensors").exists()
     code, said = command("third", "encoder")
     assert code == 2 and "--push encoder" in said and not (tmp_path / "third").exists()

@@ -556,7 +556,7 @@ def test_trouble_with_the_aligner(
         fake_aligner.write_text(f"#!{sys.executable}\nraise SystemExit('no memory')\n")
     elif trouble == "stops early":
         fake_aligner.write_text(FAKE.replace("zip(src, tgt)", "zip(src[1:], tgt)"))
-        message = "links for 1 of 2 pairs"
+        message = "links for only 1 of 2 pairs"
     elif trouble == "out exists":
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").touch()

@@ -110,7 +110,7 @@ WRONG = [
     ),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums with 'rnak', which is not a term"),
-    ('step_loss_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. has shape \[24\]"),
+    ('step_loss_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. of shape \[24\]"),
     ('(right, "rank")', '(right, "pairs")', "loss", "the metric accuracy of the term 'pairs', which"),
     ("scores = source @ target.T", "scores = source @ target", "loss", "shapes cannot be multiplied"),
 ]

@@ -262,4 +262,4 @@ def test_a_rate_for_random_weights_is_named_before_it_harms_a_public_encoder(
     warnings = learning_rate_warnings(load_recipe("mlm", sets, OBJECTIVES))
     assert len(warnings) == warned
     if warned:
-        assert re.search(r"train\.lr 0\.001 .*set train\.lr=5e-5", warnings[0])
+        assert re.search(r"train\.lr 0\.001 .*Set train\.lr=5e-5", warnings[0])

@@ -690,8 +690,8 @@ def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
     [
         ("en-de.txt", "dog Hund\ncat Katze\n", ""),
         ("words.txt", "dog Hund\n", r"words\.txt.*en-de\.txt"),
-        ("en-fr.txt", "dog chien\n", r"en-fr\.txt.* fr;.*leave"),
-        ("en-de.dict", "dog Hund\n", r"en-de\.dict.*rename"),
+        ("en-fr.txt", "dog chien\n", r"en-fr\.txt.* fr\..*remove"),
+        ("en-de.dict", "dog Hund\n", r"en-de\.dict.*Rename"),
         ("en-de.txt", "dog\n", r"en-de\.txt: line 1"),
     ],
 )

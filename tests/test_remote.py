@@ -189,7 +189,7 @@ def test_a_server_that_does_not_recover(
         far.read(1, 0)
     code, message = exit_code_and_message(caught.value)
     assert code == MACHINE and server.requests[name] == tries
-    assert f"{server.url}/en-xx/{name}" in message and problem in message and "start again" in message
+    assert f"{server.url}/en-xx/{name}" in message and problem in message and "start the run again" in message
     assert cached_shards(tmp_path) == []
 
 

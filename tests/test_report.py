@@ -241,9 +241,9 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
     ("name", "text", "words"),
     [
         ("run/absent", "", "run is not the folder of a run, because it has no metrics.jsonl"),
-        ("run/config.yaml", "a: [1", "config.yaml is no YAML (while parsing"),
+        ("run/config.yaml", "a: [1", "config.yaml is not valid YAML (while parsing"),
         ("absent.json", None, "absent.json cannot be read (No such file"),
-        ("scores.json", "{", "scores.json is no JSON"),
+        ("scores.json", "{", "scores.json is not valid JSON"),
         ("scores.json", "[]", "scores.json is not a result file (at the file: Input should be"),
         ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(at results.pos.en.zs: Input should be"),
     ],

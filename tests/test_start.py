@@ -82,9 +82,9 @@ def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
 
     assert on_ranks(2, lambda host_group: started(host_group, [])) == ["same", "same"]
     for other, resume, named in (
-        (["train.seed=7"], "auto", r"recipe\.train\.seed: 0 on rank 0, 7 there"),
-        (["train.lr=0.5"], "auto", r"0\.5 there"),
-        ([], "never", r"--resume: auto on rank 0, never there"),
+        (["train.seed=7"], "auto", r"recipe\.train\.seed: 0 on rank 0, 7 on the other rank"),
+        (["train.lr=0.5"], "auto", r"0\.5 on the other rank"),
+        ([], "never", r"--resume: auto on rank 0, never on the other rank"),
     ):
         first, second = on_ranks(2, lambda host_group, other=other, resume=resume: started(host_group, other, resume))
         for error in (first, second):

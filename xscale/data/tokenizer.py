@@ -52,9 +52,9 @@ def check_special_tokens(path: str | Path, special: dict[str, Any], mask: str) -
             same.append(name)
     if missing:
         raise UserError(
-            f"tokenizer {path} has no special token {', '.join(missing)}, which a masked language model needs. Add "
-            f"{', '.join(missing)} to the special tokens of the tokenizer, or train a tokenizer by `xscale data "
-            "tokenizer`"
+            f"tokenizer {path} has no {', '.join(missing)} token, which a masked language model needs. Add a "
+            f"{', '.join(missing)} token to the special tokens of the tokenizer, or train a tokenizer by `xscale "
+            "data tokenizer`"
         )
     if len(same) > 1:
         raise UserError(

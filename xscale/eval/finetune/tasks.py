@@ -136,7 +136,7 @@ class Tagging(Task):
                 )
         if set(words) == {"_"}:  # as in UD's treebanks of text from LDC and Twitter
             raise LeftOut(
-                "every word of these sentences is `_`, as in a treebank that is distributed without text; get the "
+                "every word of these sentences is `_`, as in a treebank that is distributed without text. Get the "
                 "text from the authors of the treebank"
             )
         return LabelledExample(words, tags)
