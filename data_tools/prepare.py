@@ -146,7 +146,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(
-                f"step {name}: all {count:,} tasks are done, {len(left):,} tasks in this start",
+                f"step {name}: all {count:,} tasks are done ({len(left):,} tasks since this start)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -229,7 +229,7 @@ def read_tsv(source: SourceSpec) -> Iterator[Unit]:
         if len(columns) <= most:
             raise UserError(
                 f"{path}: line {number} has {len(columns) - 1} columns separated by tabs, but must have {most}. "
-                f"Correct the line, or remove such lines by `awk -F'\\t' 'NF >= {most}'`"
+                f"Correct the line, or keep only the lines with {most} columns by `awk -F'\\t' 'NF >= {most}'`"
             )
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 
