@@ -61,8 +61,9 @@ class AuxiliaryState(Protocol):
         """
 
     def update(self, weights_changed: bool) -> None:
-        """Update the state. All ranks call it after each optimizer step. weights_changed: False if the step was
-        skipped, for example because its gradient was not finite."""
+        """Update the state; by default, it stays as it is. All ranks call it after each optimizer step.
+        weights_changed: False if the step was skipped, for example because its gradient was not finite."""
+        return
 
     def state_dict(self) -> dict[str, Any]: ...
 
