@@ -97,7 +97,7 @@ def scan_tar(
                 )
             if segmentations and record.links is not None and len(langs) == 2:
                 project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
-            entries += idx_entries(stored, follows=record.doc is not None and record.doc == doc)
+            entries += make_idx_entries(stored, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
             linked += record.links is not None
     except (ValueError, tarfile.TarError, EOFError) as error:
@@ -117,7 +117,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
         members_of_samples = groupby(
-            record_members(tar, fd), lambda member: (shard_layout(member), sample_key(member.name))
+            read_record_members(tar, fd), lambda member: (shard_layout(member), sample_key(member.name))
         )
         for (layout, _), members in members_of_samples:
             if layout == "lines":
@@ -141,7 +141,7 @@ def shard_layout(member: tarfile.TarInfo) -> str:
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
 
-def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
+def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
     """Yield the members that hold records. Raises ValueError for a link or a device, for a member that is cut off or
     has another layout than the first, and for a tar without an end mark (which tarfile accepts)."""
     size = os.fstat(fd).st_size
@@ -172,7 +172,7 @@ def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
         )
 
 
-def idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int]]:
+def make_idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int]]:
     """Return a record's entries (offset, length, CRC) in the .idx file: one entry, or for a long monolingual record an
     entry for each PART_BYTES of its text. follows: True if the record continues the document of the record before
     it."""

@@ -50,7 +50,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     links = symbols = 0
     for record in records:
         (first, first_is_word), (second, _) = split_words_and_symbols(list(record.texts))
-        links_K2 = link_array(record, len(first), len(second))
+        links_K2 = word_link_array(record, len(first), len(second))
         words += len(first), len(second)
         linked_words += len(np.unique(links_K2[:, 0])), len(np.unique(links_K2[:, 1]))
         links += len(links_K2)
@@ -69,7 +69,7 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
     sums = list[int]()
     for record, first, second in zip(records, words[::2], words[1::2], strict=True):
-        links_K2 = link_array(record, len(first.is_word), len(second.is_word))
+        links_K2 = word_link_array(record, len(first.is_word), len(second.is_word))
         of_one_kind = first.is_word[links_K2[:, 0]] == second.is_word[links_K2[:, 1]]
         token_links = set[tuple[int, int]]()
         for i, j in links_K2[of_one_kind]:
@@ -81,7 +81,7 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     return {"median": float(median), "p95": float(p95)}
 
 
-def link_array(record: Record, first_words: int, second_words: int) -> np.ndarray:
+def word_link_array(record: Record, first_words: int, second_words: int) -> np.ndarray:
     """Return the word links of a pair [K, 2]. first_words, second_words: the numbers of words of its two texts."""
     links = parse_pharaoh(record.links or "", (first_words, second_words))
     return np.array(links, dtype=np.int64).reshape(-1, 2)

@@ -452,7 +452,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
     try:
         for sample in webdataset.WebDataset(urls, shardshuffle=False):
             place = f"sample {sample['__key__']!r} of {sample['__url__']}"
-            for record in sample_records(sample, expected_langs):
+            for record in records_of_webdataset_sample(sample, expected_langs):
                 if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
                     raise ValueError(
                         f"the record has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
@@ -465,7 +465,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
         ) from None
 
 
-def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:
+def records_of_webdataset_sample(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:
     """Return the records of a WebDataset's sample, which has JSON lines, a JSON object, or a text for each language
     (KEY.LANG.txt, KEY.links.txt; or KEY.txt). langs: the language of KEY.txt, or of both texts in order."""
     if "jsonl" in sample:

@@ -31,25 +31,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="kind", required=True)
     pairs = commands.add_parser("pairs", help="write pairs: line n of --tgt is the translation of line n of --src")
     pairs.add_argument(
-        "--src", type=text_path, required=True, help="file with one sentence per line; - is standard input"
+        "--src", type=stdin_or_file, required=True, help="file with one sentence per line; - is standard input"
     )
-    pairs.add_argument("--tgt", type=text_path, required=True)
+    pairs.add_argument("--tgt", type=stdin_or_file, required=True)
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
     links = pairs.add_mutually_exclusive_group()
     links.add_argument(
-        "--links", type=text_path, help="file of word links in Pharaoh form such as 0-0 1-2, one line per pair"
+        "--links", type=stdin_or_file, help="file of word links in Pharaoh form such as 0-0 1-2, one line per pair"
     )
     links.add_argument("--align", action="store_true", help="make word links with the aligner eflomal")
     for side in ("src", "tgt"):
         pairs.add_argument(
             f"--links_{side}",
-            type=text_path,
+            type=stdin_or_file,
             help=f"file that the aligner read instead of --{side}, such as a tokenised one",
         )
     mono = commands.add_parser(
         "mono", help="write monolingual text from files or folders, plain text or WikiExtractor's output"
     )
-    mono.add_argument("--text", type=text_path, nargs="+", required=True, help="files or folders; - is standard input")
+    mono.add_argument(
+        "--text", type=stdin_or_file, nargs="+", required=True, help="files or folders; - is standard input"
+    )
     mono.add_argument("--lang", required=True)
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help=(
@@ -80,7 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def text_path(name: str) -> str:
+def stdin_or_file(name: str) -> str:
     return "/dev/stdin" if name == "-" else name
 
 

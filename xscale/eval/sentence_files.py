@@ -55,10 +55,10 @@ def choose_sentence_vectors(
     if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_sentence_vectors(run.identity["recipe"], layers=layers)
-    return vectors_from_init(init, layers)
+    return sentence_vectors_of_init(init, layers)
 
 
-def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
+def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see
     choose_sentence_vectors."""
     folder = Path(init)

@@ -47,7 +47,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
         sections.append(Section("Results"))
         if len(models) > 1:
             sections[-1].note = PAIRED
-        add_scores(sections[-1], models, "not in file")
+        add_score_tables(sections[-1], models, "not in file")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"cell": format_cell, "picture": draw_chart}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
             if direction(name.metric) and curve.notna().any():
                 sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
     sections["Summary"].tables = [Table("", ["", *runs], list(map(list, zip(*summaries, strict=True))))]
-    add_scores(sections["Scores"], last_scores, None)
+    add_score_tables(sections["Scores"], last_scores, None)
     return list(sections.values())
 
 
@@ -114,7 +114,7 @@ def summary_cells(run: Run) -> list[Cell]:
 # Scores side by side
 
 
-def add_scores(section: Section, models: dict[str, Results], absent: Cell) -> None:
+def add_score_tables(section: Section, models: dict[str, Results], absent: Cell) -> None:
     """Add a table for each task to the section. It has a row for each results row and metric, with the scores of all
     models, and the differences of the others from the first. absent: the cell of a model without the score."""
     first, *others = models.values()

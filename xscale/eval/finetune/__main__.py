@@ -146,12 +146,12 @@ def measure_transfer(args: argparse.Namespace) -> None:
             trainer = fine_tune(model, maker.collate, groups, settings | {"seed": seed})
             for test, setting in text.settings.items():
                 predictions = predict_test(task, trainer, maker, tests[test], text.labels)
-                add_scores(scores, f"{test} {setting}", task.score(tests[test], predictions, test))
+                append_seed_scores(scores, f"{test} {setting}", task.score(tests[test], predictions, test))
         for test in text.settings:
             row = f"{test} {MAJORITY}"
             if text.labels and row not in majority:
                 predictions = predict_majority(text.examples, tests[test])
-                add_scores(majority, row, task.score(tests[test], predictions, test))
+                append_seed_scores(majority, row, task.score(tests[test], predictions, test))
         results = summarize_by_language(scores | majority, tests)
         if env_number("RANK", 0) == 0:
             write_results(
@@ -163,7 +163,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
         print_once(line)
 
 
-def add_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: dict[str, float]) -> None:
+def append_seed_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: dict[str, float]) -> None:
     """Add the scores of a seed to those of other seeds."""
     for metric, value in scores.items():
         scores_of_rows.setdefault(row, {}).setdefault(metric, []).append(value)
