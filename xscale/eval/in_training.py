@@ -212,7 +212,8 @@ class RetrievalTask:
             (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
         self.model.encoder.train()
         accuracies = [scores["accuracy"] for scores in results.values()]
-        return {ALL: {"accuracy": mean(accuracies)}} | results
+        means: Results = {ALL: {"accuracy": mean(accuracies)}}
+        return means | results
 
 
 TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
