@@ -1,8 +1,8 @@
 """Functions that the benchmarks share: they build engines of recipes, time works in turns and print tables."""
 
 import argparse
+import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,32 +31,35 @@ from xscale.step.step import StepResult, optimizer_step
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = (torch.float16 if CUDA else torch.float32, torch.bfloat16)
+"""The types in which operators are measured."""
 ALONE = ranks.Process(0, 1, 0, 1)
-STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-"""glibc's malloc keeps freed memory. By default it returns large tensors to the system; new ones cost page faults."""
 
 
-def demo_data(out: Path, pairs: int) -> list[Path]:
-    """Write the demo corpus to the folder `out`. Returns the directories for --data."""
+def demo_data(out: Path, pairs: int, vocab_size: int = 0) -> list[Path]:
+    """Write the demo corpus to the folder `out`. Returns the directories for --data. vocab_size: the least number of
+    ids of its tokenizer, of which the last ones are unused."""
     demo_corpus.build(out, pairs, mono=pairs)
+    path = out / "tokenizer/tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    for number in range(len(vocabulary), vocab_size):
+        vocabulary[f"[unused{number}]"] = number
+    path.write_text(json.dumps(content), encoding="utf-8")
     return [out / "pairs", out / "mono_en", out / "mono_xx"]
 
 
-def run_tool(name: str, *words: object) -> None:
-    """Run a tool of data_tools; if it fails, end with its message."""
-    command = [sys.executable, "-m", f"data_tools.{name}", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
+def step_fields(recipe: str, preset: str, settings: Sequence[str]) -> dict[str, object]:
+    """Return the fields of a recipe whose steps are measured. settings: further ones, KEY.SUB=VALUE."""
+    fields: dict[str, object] = {"model.preset": preset, "data.max_length": 128, "data.overlong": "truncate"}
+    if recipe.startswith("ppa") or recipe == "mixed":
+        fields["streams.ppa.prefill"] = "false"
+    return fields | dict(setting.split("=", 1) for setting in settings)
 
 
-# Engines
-
-
-def make_loader(recipe: str, fields: Mapping[str, object], data: Sequence[Path], vocab_size: int = 0) -> Loader:
-    """Return the loader of a recipe with these fields. vocab_size: the model's; 0: the tokenizer's."""
+def make_loader(recipe: str, fields: Mapping[str, object], data: Sequence[Path]) -> Loader:
+    """Return the loader of a recipe with these fields."""
     resolved, corpus = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
-    corpus.tokenizer.vocab_size = vocab_size or corpus.tokenizer.vocab_size
     return Loader(resolved, corpus, calibrate(resolved, corpus, ranks.HostGroup(alone=True)))
 
 
@@ -79,47 +82,35 @@ class RecipeEngine:
         return optimizer_step(self.deepspeed, self.recipe, batch.rows, batch.counts_without_languages(), **place)
 
 
+def train_run(
+    checkout: Path, recipe: str, ds_config: Path, data: Sequence[Path], out: Path, fields: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Train by train.py of a checkout of xscale. Returns the lines of metrics.jsonl."""
+    command = [sys.executable, checkout / "xscale/train.py", "--recipe", recipe, "--ds_config", ds_config]
+    command += ["--data", *data, "--out", out, "--set", *fields]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode} of train.py of {checkout}: {done.stderr[-3000:]}"
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Make this process the only rank of a process group."""
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
     ranks.join_process_group(ranks.read_launcher(may_be_alone=True))
     yield
     torch.distributed.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def use_allocator(name: str) -> None:
-    """Start this program again with the allocator's settings `name` ("steady" or "default"), unless it has them."""
-    environment = {key: value for key, value in os.environ.items() if key not in STEADY_ALLOCATOR}
-    if name == "steady":
-        environment |= STEADY_ALLOCATOR
-    if environment != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-
-
-# Times and tables
-
-
 def operator_arguments(description: str | None, cpu_rounds: int) -> argparse.Namespace:
     """Return the arguments of a benchmark of an operator, prepare the process, and print its device."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
-    parser.add_argument("--rounds", type=int, help=f"default: 3 on a GPU, {cpu_rounds} on a CPU")
+    parser.add_argument("--rounds", type=int, default=3 if CUDA else cpu_rounds)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="small inputs, which show that the script works")
     args = parser.parse_args()
-    use_allocator("steady")
     torch.set_num_threads(args.threads)
-    on_gpu = args.device == "cuda"
-    args.rounds = args.rounds or (3 if on_gpu else cpu_rounds)
-    args.dtypes = (torch.float16 if on_gpu else torch.float32, torch.bfloat16)
-    print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads")
+    print(torch.cuda.get_device_name() if CUDA else f"{args.threads} threads")
     return args
 
 
@@ -159,16 +150,14 @@ def ratio_cells(numerators: Sequence[float], denominators: Sequence[float]) -> l
     return [f"{median(ratios):.2f}", f"{ratios[few]:.2f}-{ratios[-1 - few]:.2f}"]
 
 
-def print_comparison(
-    title: str, header: Sequence[str], times: Mapping[str, list[float]], cells: Mapping[str, list[str]]
-) -> None:
+def print_comparison(title: str, header: list[str], times: dict[str, list[float]], cells: dict[str, list[str]]) -> None:
     """Print the ms of each work, and how many times those of the first one, beside `cells` of its own. times: the
     seconds of each round."""
     first = next(iter(times.values()))
     rows = []
     for name, seconds in times.items():
         rows.append([name, f"{1e3 * median(seconds):,.3f}", *ratio_cells(seconds, first), *cells[name]])
-    print_table(title, header, rows)
+    print_table(title, ["", "ms", "of ours", "middle 80 %", *header], rows)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,15 +1,13 @@
 """Compare the alignment gather with what PyTorch offers for the same task, forward and backward.
 
-    python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--small]
+    python benchmarks/gather.py [--rounds N] [--small]
 
-Case 1 is 128 sequences of 128 tokens, 768 wide; case 2 is 32 of 512, 1024 wide. 30 % of the tokens are masked, with 1.3
-links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns,
-on a GPU with a cold L2 cache (triton.testing.do_bench).
+30 % of the tokens are masked, with 1.3 links each to the other half of their sequence. All implementations are first
+checked against fp64, then timed in turns, on a GPU with a cold L2 cache.
   one head   the sums of linked states, A^T H, at the masked tokens
   two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
              separately, as from two heads
---small: cases of a few short sequences, which show that the script works.
-glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
+On a CPU, page faults dominate the times unless malloc keeps freed memory, as in `make bench`.
 """
 
 import warnings
@@ -22,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import in_turns, operator_arguments, print_comparison
+from common import DEVICE, DTYPES, in_turns, operator_arguments, print_comparison
 from torch import Tensor
 
 from xscale.data.stream_batch import Gather
 from xscale.ops.alignment_gather import alignment_gather
 
 CASES = {"case 1": (128, 128, 768), "case 2": (32, 512, 1024)}
+"""Sequences, their tokens, and the width."""
 SMALL = {"case 1": (8, 32, 64), "case 2": (4, 64, 96)}
 MASKED = 0.3
 LINKS = 1.3
-HEADER = ["", "ms", "of ours", "middle 80 %", "forward, us", "backward, us"]
 
 
 class Problem:
@@ -41,8 +39,8 @@ class Problem:
     Shape letters: B sequences of T tokens, N = B T tokens in all, H width, R masked tokens, K links.
     """
 
-    def __init__(self, case: str, dtype: torch.dtype, device: str):
-        B, T, H = CASES[case]
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype):
+        B, T, H = shape
         N = B * T
         random = np.random.default_rng(0)
         masked = np.sort(random.permutation(N)[: round(MASKED * N)])
@@ -57,20 +55,19 @@ class Problem:
 
         one_head = Gather.sums(column, np.bincount(row, minlength=R))
         two_heads = Gather.concat([Gather.single(masked), one_head], [0, 0])
-        self.links = len(row)
-        self.masked = torch.from_numpy(masked).to(device)
-        self.row = torch.from_numpy(row).to(device)
-        self.column = torch.from_numpy(column).to(device)
-        self.index = [torch.from_numpy(array).to(device) for array in (*one_head, *one_head.transpose(N))]
-        self.both = [torch.from_numpy(array).to(device) for array in (*two_heads, *two_heads.transpose(N))]
+        self.masked = torch.from_numpy(masked).to(DEVICE)
+        self.row = torch.from_numpy(row).to(DEVICE)
+        self.column = torch.from_numpy(column).to(DEVICE)
+        self.index = [torch.from_numpy(array).to(DEVICE) for array in (*one_head, *one_head.transpose(N))]
+        self.both = [torch.from_numpy(array).to(DEVICE) for array in (*two_heads, *two_heads.transpose(N))]
         self.offsets = self.index[0].long()
         torch.manual_seed(0)
-        self.hidden = torch.randn(N, H, device=device).to(dtype).requires_grad_()
-        self.upstream = [torch.randn(R, H, device=device).to(dtype) for _ in range(2)]
-        self.A = torch.zeros(B, T, T, dtype=dtype, device=device)
+        self.hidden = torch.randn(N, H, device=DEVICE).to(dtype).requires_grad_()
+        self.upstream = [torch.randn(R, H, device=DEVICE).to(dtype) for _ in range(2)]
+        self.A = torch.zeros(B, T, T, dtype=dtype, device=DEVICE)
         token = self.masked[self.row]
         self.A[token // T, token % T, self.column % T] = 1
-        ones = torch.ones(len(row), dtype=dtype, device=device)
+        ones = torch.ones(len(row), dtype=dtype, device=DEVICE)
         self.csr = torch.sparse_csr_tensor(self.offsets, self.column, ones, (R, N))
 
     def exact(self, heads: int) -> list[Tensor]:
@@ -85,57 +82,35 @@ class Problem:
 # Implementations, which return the outputs of one head, or of two heads
 
 
-def ours(p: Problem) -> list[Tensor]:
-    return [alignment_gather(p.hidden, *p.index)]
-
-
-def dense(p: Problem) -> list[Tensor]:
+def dense(p: Problem) -> Tensor:
     H = p.hidden.view(len(p.A), -1, p.hidden.shape[1])
-    return [torch.bmm(p.A, H).flatten(0, 1).index_select(0, p.masked)]
+    return torch.bmm(p.A, H).flatten(0, 1).index_select(0, p.masked)
 
 
-def sparse_csr(p: Problem) -> list[Tensor]:
-    return [torch.sparse.mm(p.csr, p.hidden)]
+def embedding_bag(p: Problem) -> Tensor:
+    return F.embedding_bag(p.index[1], p.hidden, p.index[0], mode="sum", include_last_offset=True)
 
 
-def embedding_bag(p: Problem) -> list[Tensor]:
-    return [F.embedding_bag(p.index[1], p.hidden, p.index[0], mode="sum", include_last_offset=True)]
-
-
-def index_add(p: Problem) -> list[Tensor]:
+def index_add(p: Problem) -> Tensor:
     out = p.hidden.new_zeros(len(p.masked), p.hidden.shape[1])
-    return [out.index_add(0, p.row, p.hidden.index_select(0, p.column))]
-
-
-def segment_reduce(p: Problem) -> list[Tensor]:
-    return [torch.segment_reduce(p.hidden.index_select(0, p.column), "sum", offsets=p.offsets, axis=0, initial=0)]
-
-
-def ours_both(p: Problem) -> list[Tensor]:
-    return [*alignment_gather(p.hidden, *p.both).split(len(p.masked))]
-
-
-def unfused(p: Problem) -> list[Tensor]:
-    return [p.hidden.index_select(0, p.masked), *embedding_bag(p)]
-
-
-def dense_both(p: Problem) -> list[Tensor]:
-    return [p.hidden.index_select(0, p.masked), *dense(p)]
+    return out.index_add(0, p.row, p.hidden.index_select(0, p.column))
 
 
 HEADS: dict[int, dict[str, Callable[[Problem], list[Tensor]]]] = {
     1: {
-        "alignment_gather": ours,
-        "dense bmm, select": dense,
-        "sparse.mm, CSR": sparse_csr,
-        "embedding_bag": embedding_bag,
-        "index_select, index_add": index_add,
-        "index_select, segment_reduce": segment_reduce,
+        "alignment_gather": lambda p: [alignment_gather(p.hidden, *p.index)],
+        "dense bmm, select": lambda p: [dense(p)],
+        "sparse.mm, CSR": lambda p: [torch.sparse.mm(p.csr, p.hidden)],
+        "embedding_bag": lambda p: [embedding_bag(p)],
+        "index_select, index_add": lambda p: [index_add(p)],
+        "index_select, segment_reduce": lambda p: [
+            torch.segment_reduce(p.hidden.index_select(0, p.column), "sum", offsets=p.offsets, axis=0, initial=0)
+        ],
     },
     2: {
-        "alignment_gather": ours_both,
-        "index_select; embedding_bag": unfused,
-        "index_select; dense bmm, select": dense_both,
+        "alignment_gather": lambda p: [*alignment_gather(p.hidden, *p.both).split(len(p.masked))],
+        "index_select; embedding_bag": lambda p: [p.hidden.index_select(0, p.masked), embedding_bag(p)],
+        "index_select; dense bmm, select": lambda p: [p.hidden.index_select(0, p.masked), dense(p)],
     },
 }
 
@@ -158,32 +133,27 @@ def checked_outputs(name: str, forward: Callable[[Problem], list[Tensor]], p: Pr
     return outputs
 
 
-def run(case: str, heads: int, dtype: torch.dtype, device: str, rounds: int) -> None:
-    p = Problem(case, dtype, device)
-    forwards: dict[str, Callable[[], Any]] = {}
-    backwards: dict[str, Callable[[], Any]] = {}
-    for name, forward in HEADS[heads].items():
-        outputs = checked_outputs(name, forward, p)
-        if outputs:
-            forwards[name] = partial(forward, p)
-            backwards[name] = partial(backward, p, outputs)
-    both = {}
-    cells = {}
-    forward_times = in_turns(forwards, rounds)
-    for name, times in in_turns(backwards, rounds).items():
-        both[name] = [first + second for first, second in zip(forward_times[name], times, strict=True)]
-        cells[name] = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward_times[name], times)]
-    shape = " x ".join(map(str, CASES[case]))
-    title = f"{case}, {heads} head(s), {str(dtype).removeprefix('torch.')}: {shape}"
-    print_comparison(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, both, cells)
-
-
 def main() -> None:
     args = operator_arguments(__doc__, cpu_rounds=20)
-    CASES.update(SMALL if args.small else {})
     warnings.filterwarnings("ignore", message="Sparse")
-    for case, dtype, heads in product(CASES, args.dtypes, HEADS):
-        run(case, heads, dtype, args.device, args.rounds)
+    cases = SMALL if args.small else CASES
+    for case, dtype, heads in product(cases, DTYPES, HEADS):
+        p = Problem(cases[case], dtype)
+        forwards: dict[str, Callable[[], Any]] = {}
+        backwards: dict[str, Callable[[], Any]] = {}
+        for name, forward in HEADS[heads].items():
+            outputs = checked_outputs(name, forward, p)
+            if outputs:
+                forwards[name] = partial(forward, p)
+                backwards[name] = partial(backward, p, outputs)
+        both = {}
+        cells = {}
+        forward_times = in_turns(forwards, args.rounds)
+        for name, times in in_turns(backwards, args.rounds).items():
+            both[name] = [first + second for first, second in zip(forward_times[name], times, strict=True)]
+            cells[name] = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward_times[name], times)]
+        title = f"{case}, {heads} head(s), {dtype}: {cases[case]}, {len(p.masked):,} rows, {len(p.row):,} links"
+        print_comparison(title, ["forward, us", "backward, us"], both, cells)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Compare the vocabulary head and its loss, forward and backward, with what PyTorch offers.
 
-    python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--small]
+    python benchmarks/head.py [--rounds N] [--small]
 
-Width 768, 30 % of tokens predicted, most labels are low ids, as with words: 16,384 tokens and vocabularies of 120,000
-and 250,000 on a GPU, 6,144 tokens and 30,000 on a CPU. The first rows of the table say which rows (tokens) get logits:
-all; only the predicted. The others say how the predicted rows are computed: plain PyTorch, in chunks (xscale's head),
-F.linear_cross_entropy. ms are medians over rounds, in which all take turns. MB are the peak of a GPU's memory in
-addition to inputs and gradients. The losses agree to 1 %.
-glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
+30 % of the rows (tokens) are predicted, and most labels are low ids, as with words. The logits of all rows or of only
+the predicted ones are computed, by plain PyTorch, in chunks (xscale's head) or by F.linear_cross_entropy. ms are
+medians over rounds, in which all take turns. MB are the peak of a GPU's memory in addition to inputs and gradients. The
+losses agree to 1 %. On a CPU, page faults dominate the times unless malloc keeps freed memory, as in `make bench`.
 """
 
 from collections.abc import Callable
@@ -16,31 +14,29 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import CUDA, in_turns, operator_arguments, print_comparison
+from common import CUDA, DEVICE, DTYPES, in_turns, operator_arguments, print_comparison
 from torch import Tensor
 
 from xscale.ops.masked_ce import masked_cross_entropy
 
-SIZES = {"cuda": (16_384, [120_000, 250_000]), "cpu": (6_144, [30_000])}
-"""The number of tokens, and the vocabularies."""
-SMALL = (32, [1_500])
+TOKENS = 16_384 if CUDA else 6_144
+VOCABULARIES = [120_000, 250_000] if CUDA else [30_000]
 WIDTH = 768
 MASKED = 0.3
 GRADIENT_SCALE = 1024.0
-HEADER = ["", "ms", "of ours", "middle 80 %", "MB"]
 
 
 class Problem:
     """Random inputs of the head, in which the share MASKED of the tokens is predicted."""
 
-    def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: str):
+    def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype):
         torch.manual_seed(0)
-        self.hidden = torch.randn(tokens, WIDTH, device=device).to(dtype).requires_grad_()
-        self.weight = (0.05 * torch.randn(vocabulary, WIDTH, device=device)).to(dtype).requires_grad_()
-        self.bias = (0.05 * torch.randn(vocabulary, device=device)).to(dtype).requires_grad_()
-        self.masked = torch.randperm(tokens, device=device)[: round(MASKED * tokens)].sort().values
-        self.labels = (torch.rand(len(self.masked), device=device) ** 3 * vocabulary).long()
-        self.all_labels = torch.full((tokens,), -100, device=device)
+        self.hidden = torch.randn(tokens, WIDTH, device=DEVICE).to(dtype).requires_grad_()
+        self.weight = (0.05 * torch.randn(vocabulary, WIDTH, device=DEVICE)).to(dtype).requires_grad_()
+        self.bias = (0.05 * torch.randn(vocabulary, device=DEVICE)).to(dtype).requires_grad_()
+        self.masked = torch.randperm(tokens, device=DEVICE)[: round(MASKED * tokens)].sort().values
+        self.labels = (torch.rand(len(self.masked), device=DEVICE) ** 3 * vocabulary).long()
+        self.all_labels = torch.full((tokens,), -100, device=DEVICE)
         self.all_labels[self.masked] = self.labels
 
     def predicted(self) -> Tensor:
@@ -50,37 +46,23 @@ class Problem:
 # Implementations, which return the sum of the losses
 
 
-def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss. As xscale does, count the right predictions, too."""
-    logits = logits.float()
+def plain_loss(p: Problem, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of these rows. As xscale does, count the right predictions, too."""
+    logits = F.linear(hidden, p.weight, p.bias).float()
     with torch.no_grad():
         (logits.argmax(-1) == labels).sum()
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-def all_rows(p: Problem) -> Tensor:
-    return plain_loss(F.linear(p.hidden, p.weight, p.bias), p.all_labels)
-
-
-def plain(p: Problem) -> Tensor:
-    return plain_loss(F.linear(p.predicted(), p.weight, p.bias), p.labels)
-
-
-def ours(p: Problem) -> Tensor:
-    return masked_cross_entropy(p.predicted(), p.weight, p.bias, p.labels)[0]
-
-
 def torch_chunked(p: Problem) -> Tensor:
-    options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(
-        p.predicted(), p.weight, p.labels, linear_bias=p.bias, reduction="sum", options=options
-    )
+    options = {"linear_bias": p.bias, "reduction": "sum", "options": torch.nn.LinearCrossEntropyOptions()}
+    return F.linear_cross_entropy(p.predicted(), p.weight, p.labels, **options)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Tensor]] = {
-    "predicted rows, chunked: ours": ours,
-    "all rows": all_rows,
-    "predicted rows": plain,
+    "predicted rows, chunked: ours": lambda p: masked_cross_entropy(p.predicted(), p.weight, p.bias, p.labels)[0],
+    "all rows": lambda p: plain_loss(p, p.hidden, p.all_labels),
+    "predicted rows": lambda p: plain_loss(p, p.predicted(), p.labels),
     "F.linear_cross_entropy": torch_chunked,
 }
 
@@ -93,35 +75,25 @@ def backward(loss: Callable[[Problem], Tensor], p: Problem) -> float:
     return total.item()
 
 
-def peak_megabytes(loss: Callable[[Problem], Tensor], p: Problem, expected: float) -> str:
-    """Compute the loss and its gradients once. Return the peak of a GPU's memory."""
-    before = 0
+def peak_megabytes(work: Callable[[], float], p: Problem, expected: float) -> str:
+    """Compute a loss and its gradients once, and check the loss. Returns the peak of a GPU's memory."""
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    total = backward(loss, p)
-    assert abs(total / expected - 1) < 0.01, f"{loss.__name__} is wrong"
+    before = torch.cuda.memory_allocated()  # 0 without a GPU
+    assert abs(work() / expected - 1) < 0.01
     gradients = p.hidden.nbytes + p.weight.nbytes + p.bias.nbytes
     return f"{(torch.cuda.max_memory_allocated() - before - gradients) / 1e6:,.0f}" if CUDA else ""
 
 
-def run(p: Problem, rounds: int) -> None:
-    expected = backward(ours, p)
-    works = {}
-    cells = {}
-    for name, loss in IMPLEMENTATIONS.items():
-        works[name] = partial(backward, loss, p)
-        cells[name] = [peak_megabytes(loss, p, expected)]
-    precision = str(p.weight.dtype).removeprefix("torch.")
-    title = f"{precision}, vocabulary {len(p.weight):,}: {len(p.labels):,} of {len(p.hidden):,} rows"
-    print_comparison(title, HEADER, in_turns(works, rounds), cells)
-
-
 def main() -> None:
     args = operator_arguments(__doc__, cpu_rounds=4)
-    tokens, vocabularies = SMALL if args.small else SIZES[args.device]
-    for vocabulary, dtype in product(vocabularies, args.dtypes):
-        run(Problem(tokens, vocabulary, dtype, args.device), args.rounds)
+    for vocabulary, dtype in product([1_500] if args.small else VOCABULARIES, DTYPES):
+        p = Problem(32 if args.small else TOKENS, vocabulary, dtype)
+        works = {name: partial(backward, loss, p) for name, loss in IMPLEMENTATIONS.items()}
+        expected = next(iter(works.values()))()
+        cells = {name: [peak_megabytes(work, p, expected)] for name, work in works.items()}
+        title = f"{dtype}, vocabulary {vocabulary:,}: {len(p.labels):,} of {len(p.hidden):,} rows"
+        print_comparison(title, ["MB"], in_turns(works, args.rounds), cells)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     python benchmarks/prepare.py --text en.xz de.xz
 
 Both normalise text, limit its characters and remove exact duplicates. The last rows of the table add near duplicates,
-language identification and a tokenizer. The loop writes one sample for each pair, no index and no report, and cannot be
-restarted. prepare has two workers. The CPU time, which is more reliable than wall time on a busy machine, is that of
-all processes.
+language identification and a tokenizer. prepare has two workers. The CPU time, which is more reliable than wall time on
+a busy machine, is that of all processes.
 """
 
 import argparse
@@ -15,9 +14,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common import print_table
 
@@ -42,6 +42,7 @@ def write_in_one_pass(source: Path, out: Path) -> None:
     import datasets
     import webdataset
 
+    out.mkdir()
     rows = datasets.load_dataset("json", data_files=str(source), split="train", streaming=True)
     seen: set[tuple[str, str]] = set()
     with webdataset.ShardWriter(f"{out}/%06d.tar", maxcount=8192, verbose=0) as writer:
@@ -55,21 +56,22 @@ def write_in_one_pass(source: Path, out: Path) -> None:
                 writer.write({"__key__": f"{number:09d}", "json": {"langs": ["en", "de"], "texts": texts}})
 
 
-def prepare(corpus: Path, out: Path) -> None:
-    words = [sys.executable, "-m", "data_tools.prepare", corpus, "--out", out, "--workers", WORKERS]
-    subprocess.run([*map(str, words)], check=True, capture_output=True)
+def prepare(keys: str, pairs: Path, out: Path) -> None:
+    corpus = out.with_suffix(".yaml")
+    corpus.write_text(f"sources: [{{pairs: [en, de], tsv: {pairs}, columns: [1, 2]}}]\n{keys}")
+    command = [sys.executable, "-m", "data_tools.prepare", corpus, "--out", out, "--workers", str(WORKERS)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
-def measured_row(name: str, pairs: int, work: Callable[[Path, Path], None], source: Path, out: Path) -> list[str]:
+def measured_row(name: str, pairs: int, work: Callable[[], Any]) -> list[str]:
     """Do the work in a process of its own. Returns the row of the table."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=(source, out))
+    process = multiprocessing.get_context("fork").Process(target=work)
     before = os.times()
-    started = time.perf_counter()
     process.start()
     process.join()
-    wall = time.perf_counter() - started
-    assert process.exitcode == 0, f"{name} failed"
     after = os.times()
+    assert process.exitcode == 0, f"{name} failed"
+    wall = after.elapsed - before.elapsed
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     return [name, f"{wall:.1f}", f"{pairs / wall:,.0f}", f"{pairs / cpu:,.0f}"]
 
@@ -86,13 +88,10 @@ def main() -> None:
                 rows.write(json.dumps({"en": source, "de": target}) + "\n")
                 lines.write(f"{source}\t{target}\n")
                 pairs += 1
-        (folder / "loop").mkdir()
-        loop = (write_in_one_pass, folder / "pairs.jsonl", folder / "loop")
-        table = [measured_row("datasets + webdataset", pairs, *loop)]
-        for number, (row, rules) in enumerate(CORPORA.items()):
-            corpus = folder / f"{number}.yaml"
-            corpus.write_text(f"sources: [{{pairs: [en, de], tsv: {folder / 'pairs.tsv'}, columns: [1, 2]}}]\n{rules}")
-            table.append(measured_row(row, pairs, prepare, corpus, folder / str(number)))
+        works = {"datasets + webdataset": partial(write_in_one_pass, folder / "pairs.jsonl", folder / "loop")}
+        for row, keys in CORPORA.items():
+            works[row] = partial(prepare, keys, folder / "pairs.tsv", folder / str(len(works)))
+        table = [measured_row(row, pairs, work) for row, work in works.items()]
     title = f"{pairs:,} pairs, {WORKERS} workers, {os.cpu_count()} cores"
     print_table(title, ["", "seconds", "pairs/s", "pairs/s of CPU time"], table)
 

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import math
 import re
 import subprocess
@@ -68,22 +67,13 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
         (["--only", "trans/xml"], r"--only trans/xml.*trans/xlm"),
         (["--set", "stps=3"], r"--set stps=3.*steps"),
         (["--scale", "paper"], r"--scale paper needs data.*--data"),
-        (["--grid", "langs.yaml"], r"langs.yaml: world w .*pairs: \{en-de: STEM\}.*methods.yaml"),
-        (["--grid", "pairs.yaml"], r"pairs.yaml: world w .*pairs: \{en-de: STEM\}.*methods.yaml"),
+        (["--grid", "public"], r"--grid public needs a public encoder.*--encoder"),
         (["--data", "nowhere"], r"nowhere/parallel/bible/bible.en.xz.*--data"),
     ],
 )
 def test_errors_name_value_and_remedy(
-    driver: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    words: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
+    driver: Any, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], told: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("langs.yaml").write_text("worlds: {w: {langs: [en, de], pairs: {en-de: stem}}}", encoding="utf-8")
-    Path("pairs.yaml").write_text("worlds: {w: {pairs: stem}}", encoding="utf-8")
     data = [] if "paper" in words else ["--data", str(tmp_path)]
     code = driver.main(["--grid", "tang", "--scale", "cpu", "--out", str(tmp_path), *data, *words])
     assert code == 2 and re.fullmatch(rf"error: .*{told}.*\n", capsys.readouterr().err)
@@ -97,33 +87,6 @@ def test_cells_of_one_folder_have_the_same_settings(driver: Any, tmp_path: Path)
     assert len(grid("steps=200", "seeds=[0, 1]").cells) == 24
     with pytest.raises(UserError, match=r"settings.json.*--out"):
         grid("steps=300")
-
-
-def test_folders_of_older_versions_go_on(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings had `ranks: 1`. A derived world without `pos` has no tasks.json."""
-    settings = tmp_path / "settings.json"
-    new = driver.Grid(arguments(tmp_path, scale="h100"))
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"ranks": 1}), encoding="utf-8")
-    driver.Grid(arguments(tmp_path, scale="h100"))
-    worlds = importlib.import_module("worlds")
-    vocabulary = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
-    written = {
-        "text/train.xx.txt": [],
-        "ids.txt": ["0 1"],
-        "lexicon/en-xx.txt": [],
-        "tokenizer/tokenizer.json": [vocabulary],
-    }
-
-    def run(*_: object) -> None:
-        for name, lines in written.items():
-            worlds.write(tmp_path / "world.partial" / name, lines)
-
-    worlds.write(tmp_path / "text.txt", [str(number) for number in range(9)])
-    scale = {"lines": None, "heldout": 2, "vocab": 2}
-    worlds.make_world({"how": "trans", "text": "text.txt"}, scale, tmp_path, tmp_path / "world", run)
-    monkeypatch.setattr(driver.Grid, "world", lambda *_: tmp_path / "world")
-    monkeypatch.setattr(driver.Grid, "measure_words", lambda *_: {"retrieval": 1.0})
-    assert new.measure(new.cells[0], tmp_path) == {"retrieval": 1.0}
 
 
 def cell(arm: str, seed: int, **scores: float) -> dict[str, Any]:
@@ -151,7 +114,7 @@ def test_table_leaves_out_what_did_not_converge(driver: Any, tmp_path: Path) -> 
         (text,) = tables.comparisons([pair], good)
         assert f"| w/align_mlm - w/mlm | retrieval | 20.0 ± 4.0 | 3 | {p:.3f} | {min(3 * p, 1):.3f} |" in text
     assert tables.correlations(good) == [], "two arms are two points"
-    importlib.import_module("pictures").draw_alignment(tmp_path / "alignment.png", good)
+    tables.draw_alignment(tmp_path / "alignment.png", good)
     assert (tmp_path / "alignment.png").stat().st_size > 1000
 
 

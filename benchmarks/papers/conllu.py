@@ -1,8 +1,9 @@
 """Reads sentences of CoNLL-U files, and writes them with their words in another order."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby
 from pathlib import Path
 
 from xscale.data.text import read_lines
@@ -23,50 +24,44 @@ class Column(IntEnum):
 
 
 @dataclass(frozen=True)
-class Unit:
-    """What moves as a whole: a word, or a multiword token with its words, and the empty nodes behind them."""
-
-    rows: list[Row]
-
-    @property
-    def form(self) -> str:
-        return self.rows[0][Column.FORM]
-
-    @property
-    def words(self) -> list[Row]:
-        return [row for row in self.rows if row[Column.ID].isdigit()]
-
-
-@dataclass(frozen=True)
 class Sentence:
+    place: str
+    """The file and the number of the first line, for errors."""
     comments: list[str]
     leading: list[Row]
     """The empty nodes before the first word."""
-    units: list[Unit]
+    units: list[list[Row]]
+    """What moves as a whole: the row of a word, or those of a multiword token and its words, and of the empty nodes
+    behind them."""
 
     @property
-    def words(self) -> list[Row]:
-        return [row for unit in self.units for row in unit.words]
+    def forms(self) -> list[str]:
+        """The form of each unit."""
+        return [unit[0][Column.FORM] for unit in self.units]
 
-    def reordered(self, order: list[int], map_forms: Callable[[list[str]], list[str]]) -> str:
-        """Return the sentence in CoNLL-U with its units in this order. map_forms: maps the words' forms to those that
-        are written."""
-        units = [self.units[number] for number in order]
+    def words(self) -> list[tuple[int, Row]]:
+        """Return the number of its unit and the row of each word."""
+        words = []
+        for number, unit in enumerate(self.units):
+            words += [(number, row) for row in unit if row[Column.ID].isdigit()]
+        return words
+
+    def reordered(self, order: list[int], map_word: Callable[[str], str]) -> str:
+        """Return the sentence in CoNLL-U with its units in this order. map_word: maps a word's form to the form that is
+        written."""
+        text = " ".join(map_word(self.forms[number]) for number in order)
         rows = [*self.leading]
-        first_rows = []
+        for number in order:
+            rows += self.units[number]
         new_number = {"0": "0"}
-        for unit in units:
-            first_rows.append(len(rows))
-            rows += unit.rows
-            for word in unit.words:
-                new_number[word[Column.ID]] = str(len(new_number))
-        forms = map_forms([row[Column.FORM] for row in rows])
-        text = " ".join(forms[number] for number in first_rows)
+        for row in rows:
+            if row[Column.ID].isdigit():
+                new_number[row[Column.ID]] = str(len(new_number))
         lines = []
         for comment in self.comments:
             lines.append(f"# text = {text}" if comment.startswith("# text =") else comment)
-        for row, form in zip(rows, forms, strict=True):
-            lines.append("\t".join(renumbered(row, form, new_number)))
+        for row in rows:
+            lines.append("\t".join(renumbered(row, map_word(row[Column.FORM]), new_number)))
         return "\n".join(lines) + "\n\n"
 
 
@@ -91,60 +86,40 @@ def renumbered(row: Row, form: str, new_number: dict[str, str]) -> Row:
     return moved
 
 
-def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
-    """Yield ("FILE: line N", sentence) for each sentence of a file. Raises UserError."""
-    for first, lines in blocks_between_blank_lines(read_lines(path)):
-        sentence = parse(lines, path, first)
+def read_sentences(path: Path) -> Iterator[Sentence]:
+    """Yield each sentence of a file. Raises UserError."""
+    for lines in blocks_between_blank_lines(path):
+        sentence = Sentence(f"{path}: line {lines[0][0]}", [], [], [])
+        word_count = 0
+        end_of_token = 0  # the number of the last word of the multiword token that is being read
+        for number, line in lines:
+            if line.startswith("#"):
+                sentence.comments.append(line)
+                continue
+            row = line.split("\t")
+            if len(row) != 10:
+                raise UserError(f"{path}: line {number} has {len(row)} columns; CoNLL-U has 10, with tabs between them")
+            start, dash, end = row[Column.ID].partition("-")
+            if "." in start:
+                (sentence.units[-1] if sentence.units else sentence.leading).append(row)
+                continue
+            expected = word_count + 1
+            if start != str(expected):
+                raise UserError(f"{path}: line {number}: {start!r} must be {expected}, the number of the next word")
+            if dash:
+                end_of_token = int(end)
+            else:
+                word_count += 1
+            if dash or word_count > end_of_token:
+                sentence.units.append([row])
+            else:
+                sentence.units[-1].append(row)
         if sentence.units:
-            yield f"{path}: line {first}", sentence
+            yield sentence
 
 
-def parse(lines: list[str], path: Path, first: int) -> Sentence:
-    """Parse a sentence's lines, whose first has the number `first`. Raises UserError."""
-    sentence = Sentence([], [], [])
-    word_count = 0
-    end_of_token = 0  # the number of the last word of the multiword token that is being read
-    for number, line in enumerate(lines, start=first):
-        row = line.split("\t")
-        if line.startswith("#"):
-            sentence.comments.append(line)
-            continue
-        if len(row) != 10:
-            raise UserError(f"{path}: line {number} has {len(row)} columns; CoNLL-U has 10, with tabs between them")
-        start, dash, end = row[Column.ID].partition("-")
-        if "." in start:
-            (sentence.units[-1].rows if sentence.units else sentence.leading).append(row)
-            continue
-        if start != str(word_count + 1) or (dash and not end.isdecimal()):
-            raise UserError(
-                f"{path}: line {number}: {row[Column.ID]!r} must be {word_count + 1}, the number of the next word of "
-                f"its sentence"
-            )
-        if dash:
-            end_of_token = int(end)
-        else:
-            word_count += 1
-        if dash or word_count > end_of_token:
-            sentence.units.append(Unit([row]))
-        else:
-            sentence.units[-1].rows.append(row)
-    if end_of_token > word_count:
-        raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
-    if not sentence.units and any(comment.startswith("# text =") for comment in sentence.comments):
-        raise UserError(f"{path}: line {first}: the sentence has a `# text =` and no words; fix or remove it")
-    return sentence
-
-
-def blocks_between_blank_lines(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    """Yield each block of lines between blank lines, as (number of its first line, its lines)."""
-    block: list[str] = []
-    first = 0
-    for number, line in lines:
-        if line.strip():
-            first = first if block else number
-            block.append(line)
-        elif block:
-            yield first, block
-            block = []
-    if block:
-        yield first, block
+def blocks_between_blank_lines(path: Path) -> Iterator[list[tuple[int, str]]]:
+    """Yield each block of a file's lines between blank lines: the number and the text of each line."""
+    for is_blank, lines in groupby(read_lines(path), key=lambda line: not line[1].strip()):
+        if not is_blank:
+            yield [*lines]

@@ -1,10 +1,9 @@
 """Writes text in a second script for a WordPiece tokenizer of V ids: token i has a copy with id i + V, and text is
 written with the copies.
 
-Each character of the vocabulary is mapped to a character that no token contains, and that the tokenizer and
-data/words.py treat in the same way. Letters are mapped to Armenian ones first. Text is normalised as the tokenizer does
-it, and then mapped character by character. WordPiece, which always takes the longest piece that fits, divides the
-mapped text as it divides the original.
+Text is normalised as the tokenizer does it, and then each character is mapped to one that no token contains, and that
+the tokenizer and data/words.py treat in the same way. WordPiece, which always takes the longest piece that fits,
+divides the mapped text as it divides the original.
 """
 
 import json
@@ -34,14 +33,12 @@ class Script:
             raise UserError(f"--overlap {overlap:g}: the share of ids left as they are must be at least 0 and below 1")
         self.path = path
         self.tokenizer = Tokenizer(path.absolute())
-        self.normalizer: Any = self.tokenizer.backend.normalizer
-        self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())
+        self.backend: Any = self.tokenizer.backend
+        self.json: dict[str, Any] = json.loads(self.backend.to_str())
         model = self.json["model"]
         if model["type"] != "WordPiece":
-            raise UserError(
-                f"{path}: --how trans needs a WordPiece tokenizer, but this one is a {model['type']}; train one with "
-                f"`python -m data_tools.tokenizer --type wordpiece`"
-            )
+            remedy = "train one with `xscale data tokenizer --type wordpiece`"
+            raise UserError(f"{path}: --how trans needs a WordPiece tokenizer, and this is a {model['type']}; {remedy}")
         self.size = self.tokenizer.vocab_size
         self.tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
         self._prefix: str = model["continuing_subword_prefix"]
@@ -49,20 +46,19 @@ class Script:
         by_hash = sorted(ordinary, key=lambda number: int(rng.key(seed, "overlap", self.tokens[number])))
         self.unshifted = frozenset(by_hash[: round(overlap * len(by_hash))])
         self.shifted = [number for number in ordinary if number not in self.unshifted]
-        alphabet = set(chain.from_iterable(map(self._bare, ordinary)))
-        self._image = self._images(sorted(alphabet))
+        self._image = self._images(set(chain.from_iterable(map(self._bare, ordinary))))
 
     def _bare(self, number: int) -> str:
         """Return the token's text without the prefix of continuations."""
         token = self.tokens[number]
         return token if token == self._prefix else token.removeprefix(self._prefix)
 
-    def _images(self, alphabet: list[str]) -> dict[int, str]:
+    def _images(self, alphabet: set[str]) -> dict[int, str]:
         """Return {code point of a character: its image}, for the vocabulary's characters and their images. All images
-        are themselves mapped to one further character that no token contains."""
+        are themselves mapped to one further character that no token contains. Raises UserError."""
         used = set(alphabet)
         image: dict[int, str] = {}
-        for char in alphabet:
+        for char in sorted(alphabet):
             image[ord(char)] = self._free_character(char, used)
         absent = self._free_character("a", used)
         return dict.fromkeys(map(ord, image.values()), absent) | image
@@ -70,18 +66,13 @@ class Script:
     def _free_character(self, char: str, used: set[str]) -> str:
         """Return a character of the class of `char` that is not in `used`, and add it there. Raises UserError."""
         wanted = self._class_of(char)
-        if wanted is None:
-            raise UserError(
-                f"{self.path}: the tokenizer has the character {char!r}, but its normalizer changes it; train a "
-                f"tokenizer on this text"
-            )
         for candidate in _candidates():
-            if candidate not in used and self._class_of(candidate) == wanted:
+            if wanted and candidate not in used and self._class_of(candidate) == wanted:
                 used.add(candidate)
                 return candidate
         raise UserError(
-            f"{self.path}: no unused character is left to replace {char!r} (U+{ord(char):04X}); train a "
-            f"tokenizer with a smaller --vocab_size"
+            f"{self.path}: no unused character of the same kind is left for {char!r} (U+{ord(char):04X}), or the "
+            f"tokenizer's normalizer changes it; train a tokenizer on this text, with a smaller --vocab_size"
         )
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
@@ -89,38 +80,33 @@ class Script:
         """Return how data/words.py, Unicode and the tokenizer classify a character; None if the tokenizer changes the
         character. A character and its image have the same class."""
         inside = f"a{char}a"
-        (normal,) = self._normalized([inside])
+        normal = self._normalized(inside)
         if normal.replace(" ", "") != inside:
             return None
-        pieces = self.tokenizer.backend.pre_tokenizer.pre_tokenize_str(normal)
+        pieces = self.backend.pre_tokenizer.pre_tokenize_str(normal)
         return int(character_classes()[ord(char)]), unicodedata.category(char)[0], len(normal), len(pieces)
 
-    def _normalized(self, texts: list[str]) -> list[str]:
-        if self.normalizer is None:
-            return texts
-        return [self.normalizer.normalize_str(text) for text in texts]
+    def _normalized(self, text: str) -> str:
+        return self.backend.normalizer.normalize_str(text) if self.backend.normalizer else text
 
-    def map_texts(self, texts: list[str]) -> list[str]:
-        """Return the texts in the second script. They keep their words, and each id i that has a copy becomes i + V."""
-        normal = self._normalized(texts)
+    def map_text(self, text: str) -> str:
+        """Return the text in the second script. It keeps its words, and each id i that has a copy becomes i + V."""
+        normal = self._normalized(text)
         if not self.unshifted:
-            return [text.translate(self._image) for text in normal]
-        encodings = self.tokenizer.backend.encode_batch(normal, add_special_tokens=False)
-        return [self._map_pieces(text, encoding) for text, encoding in zip(normal, encodings, strict=True)]
-
-    def _map_pieces(self, text: str, encoding: Any) -> str:
+            return normal.translate(self._image)
+        encoding = self.backend.encode(normal, add_special_tokens=False)
         parts: list[str] = []
         end = 0
         for number, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            piece = text[first:last]
-            parts.append(text[end:first])
+            piece = normal[first:last]
+            parts.append(normal[end:first])
             parts.append(piece if number in self.unshifted else piece.translate(self._image))
             end = last
-        return "".join([*parts, text[end:]])
+        return "".join([*parts, normal[end:]])
 
-    def map_words(self, words: list[str]) -> list[str]:
-        """Return the words in the second script. Each is mapped by itself, and has no white space inside."""
-        return ["".join(mapped.split()) or word for word, mapped in zip(words, self.map_texts(words), strict=True)]
+    def map_word(self, word: str) -> str:
+        """Return a word in the second script, without white space inside."""
+        return "".join(self.map_text(word).split()) or word
 
     def dictionary(self) -> str:
         """Return a line `id<TAB>id + V` for each id that has a copy."""
