@@ -191,5 +191,5 @@ def test_a_shown_translation_has_its_own_language_s_number(context: CollateConte
 def test_a_dictionary_without_entries_of_as_many_tokens(context: CollateContext, tokenizer: Tokenizer) -> None:
     lexicon = Lexicon(("en", "de"), [("a", "b")], ([[50, 51]], [[60]]), "", Path("x"))
     poor = CollateContext(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
-    with pytest.raises(UserError, match=r"streams\.s: data\.lexicons.*larger dictionary"):
+    with pytest.raises(UserError, match=r"streams\.s: no dictionary entry .*larger dictionary"):
         dict_mlm.collate(random_samples(context, 2, 0), dict_mlm.DictMlmOptions(), poor)

@@ -217,7 +217,7 @@ def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
     plans = [run.next_part() for _ in range(4)]
     for old in ({}, {"order": 2}):
         state = {name: value for name, value in plans[1].state.items() if name != "order"} | old
-        with pytest.raises(UserError, match=r"step 2 .*model\.init=DIR"):
+        with pytest.raises(UserError, match=r"step 2 .*model\.init=CHECKPOINT"):
             mixture(state=state)
         mixture(streams=[stream for stream in STREAMS if not stream.packed], state=state)
     mixture(state=plans[1].state)

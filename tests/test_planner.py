@@ -193,7 +193,7 @@ def test_what_a_file_system_answers_names_the_file(
     assert exit_code_and_message(error)[0] == (USER_ERROR if memory else MACHINE)
     said = exit_code_and_message(error)[1]
     assert str(demo / "pairs" / "pairs-000000.") in said and os.strerror(number) in said
-    assert ("max_tokens" if memory else "start again") in said and "\n" not in said
+    assert ("max_tokens" if memory else "start the run again") in said and "\n" not in said
 
 
 def test_a_worker_that_is_killed_is_the_machine_s() -> None:
