@@ -1,15 +1,18 @@
-"""What each rank of a rescaled resume opens and takes, from files laid out as DeepSpeed's; whole runs are in
-test_training.py's test_rescale."""
+"""What each rank of a resume opens and takes, from files laid out as DeepSpeed's; whole runs are in test_training.py's
+test_rescale."""
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xscale import deepspeed_private as private
 from xscale.checkpoint import reshard
+from xscale.models.build import decay_groups
 
 GROUPS = [{"table": (41, 8), "dense": (16, 16)}, {"norm": (33,), "bias": (16,)}]
 KEYS = {reshard.WEIGHT: 0, "exp_avg": 1000, "exp_avg_sq": 2000}
@@ -87,3 +90,34 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
             assert needed <= set(opened) and len(opened) == len(set(opened)), (new, rank)
             assert set(opened) - needed <= {max(old - 2, 0)}, (new, rank, needed, opened)
             assert [group.steps["step"].item() for group in saved.like] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
+def test_stage_0_continues_with_any_optimizer(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adafactor has means of rows and columns; a frozen weight has no optimizer state; BatchNorm has buffers."""
+    monkeypatch.setattr(reshard, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    fixed = {"fp16_enabled": lambda: False, "zero_optimization_stage": lambda: 0, "lr_scheduler": None}
+    counters = {"global_steps": 3, "global_samples": 24, "skipped_steps": 0}
+    torch.manual_seed(0)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    module = nn.Sequential(frozen, nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    engines = []
+    for copied in (module, copy.deepcopy(module)):
+        optimizer = kind(decay_groups(copied, 0.01), lr=0.1)
+        engines.append(SimpleNamespace(module=copied, optimizer=optimizer, **fixed))
+    whole, resumed = engines
+
+    def train(engine: Any) -> None:
+        for _ in range(3):
+            engine.optimizer.zero_grad()
+            engine.module(torch.arange(32.0).reshape(8, 4).sin()).square().mean().backward()
+            engine.optimizer.step()
+
+    train(whole)
+    state = {"module": module.state_dict(), "optimizer": whole.optimizer.state_dict(), **counters}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    reshard.load_engine_state(resumed, tmp_path)
+    train(whole)
+    train(resumed)
+    for name, value in whole.module.state_dict().items():
+        assert torch.equal(resumed.module.state_dict()[name], value), name

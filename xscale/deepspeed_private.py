@@ -341,11 +341,12 @@ flat tensor."""
 
 def partitions_and_fragments(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
     """Yield each tensor that this rank's optimizer updates, and the fragments in it. At stage 0 the tensors are the
-    weights, at stages 1 to 3 flat tensors."""
+    trained weights, at stages 1 to 3 flat tensors."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 0:
         for weight in engine.module.parameters():
-            yield weight, [(weight, 0, weight.numel(), 0)]
+            if weight.requires_grad:
+                yield weight, [(weight, 0, weight.numel(), 0)]
         return
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()

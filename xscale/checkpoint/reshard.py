@@ -36,13 +36,18 @@ class SavedGroup(NamedTuple):
     flats: dict[str, Tensor]
     """The flat tensors of the weights and of the optimizer's states, by key."""
     steps: dict[str, Any]
-    """Other values of the optimizer's state, such as its count of steps."""
+    """Other values of the optimizer's state, such as its count of steps, or Adafactor's means of rows and columns."""
 
     @classmethod
     def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
-        keys = [key for key, value in state.items() if torch.is_tensor(value) and value.ndim]
-        flats = {WEIGHT: weights} | {key: state[key].flatten() for key in keys}
-        return cls(flats, {key: value for key, value in state.items() if key not in keys})
+        flats = {WEIGHT: weights}
+        others = dict[str, Any]()
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.ndim and value.numel() >= weights.numel():
+                flats[key] = value.flatten()
+            else:
+                others[key] = value
+        return cls(flats, others)
 
 
 class SavedPartitions:
@@ -118,8 +123,9 @@ class SavedPartitions:
 
 @torch.no_grad()
 def load_engine_state(engine: Any, path: Path) -> None:
-    """Load weights, optimizer, loss scale, schedule and counters into the engine. All ranks call it together."""
-    names = {weight: name for name, weight in engine.module.named_parameters()}
+    """Load trained weights, buffers, optimizer, loss scale, schedule and counters into the engine. All ranks call it
+    together."""
+    names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}
     base = private.torch_optimizer(engine)
     saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
     fused = any(group.get("fused") for group in base.param_groups)
@@ -141,8 +147,13 @@ def load_engine_state(engine: Any, path: Path) -> None:
             else:
                 state[key] = numbers
         for key, value in saved.like[group].steps.items():
-            state[key] = value.to(flat.device if fused else "cpu", copy=True) if torch.is_tensor(value) else value
+            if torch.is_tensor(value):
+                value = value.to(flat.device if fused or value.ndim else "cpu", copy=True)
+            state[key] = value
         if state:
             base.state[flat] = state
     private.update_weights_from_flats(engine)
+    for name, buffer in engine.module.named_buffers():
+        if name in saved.model["module"]:  # a head of another package may change its buffers
+            buffer.copy_(saved.model["module"][name])
     private.restore_counters(engine, saved.model, saved.scaler)
