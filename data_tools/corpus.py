@@ -386,7 +386,7 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, dict) and "pairs" in source:
             of_pairs.append(source)
-    if align.keys() != {"links"} or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
+    if align.keys() != {"links"} or not align["links"] or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
             f"{place}: align: {align} must be true. If exactly one source has `pairs`, and this source has no "
             "`links`, align may also be {links: F}. Otherwise write `links: F` in each source"

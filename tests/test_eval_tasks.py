@@ -186,7 +186,7 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
         assert row == rows[f"en-fr argmax layer {layer}"] and row["sentences"] == 12
         assert row["AER"] == pytest.approx(1 - (right + right_sure) / (a + s)) and row["recall"] == right_sure / s
         assert row["cut"] == sum(first[2] or second[2] for first, second in zip(*sides, strict=True)) > 0
-    _, last = command("--task", "aer", "--aer", "xx-en", table, "--layer", "-1")
+    _, last = command("--task", "aer", "--aer", "xx-en", table, "--layer", "-1", "-1")
     assert last["results"]["aer"]["en-xx argmax layer -1"] == rows["en-xx argmax layer 2"], "named as it is asked for"
     table.write_text("".join(table.read_text().splitlines(keepends=True)[:5]))
     _, of_five = command("--task", "aer", "--aer", "xx-en", table)

@@ -242,6 +242,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
         ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
         ({"sources": [PAIR], "align": {"link": "c"}}, ["align: {'link': 'c'} must be true. If exactly one source"]),
+        ({"sources": [PAIR], "align": {"links": None}}, ["align: {'links': None} must be true. If exactly one source"]),
         (
             {"sources": [PAIR, PAIR], "align": {"links": "c"}},
             ["align: {'links': 'c'} must be true. If exactly one source"],

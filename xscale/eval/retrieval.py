@@ -52,7 +52,7 @@ def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int
                 f"--layer {layer}: the model does not have this layer. Write a number from 0 (embeddings) to "
                 f"{last}, or -1 for the last layer"
             )
-    return list(map(int, layers))
+    return list(dict.fromkeys(map(int, layers)))
 
 
 def evaluate(
