@@ -187,6 +187,8 @@ def test_tables(tmp_path: Path) -> None:
     features["label"] = datasets.ClassLabel(names=["entailment", "neutral"])
     pairs = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
     pairs.to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"is a folder. Use a file of JSON Lines or Parquet"):
+        read_examples(TASKS["xnli"], tmp_path, "en", None)
     (example,) = read_examples(TASKS["xnli"], tmp_path / "a.parquet", "en", None)
     assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
     tagged = datasets.Features({"id": text, "tokens": datasets.List(text)})

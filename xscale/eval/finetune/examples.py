@@ -79,6 +79,8 @@ def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
     import datasets
 
     problem = pointer_problem(path)
+    if path.is_dir():
+        problem = f"{path} is a folder. Use a file of JSON Lines or Parquet, such as `to_parquet` of `datasets` writes"
     if problem:
         raise UserError(problem)
     builder = "parquet" if path.suffix == ".parquet" else "json"

@@ -325,7 +325,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     """Return the examples of a file. Rows in another language are skipped. The number of rows that are left out is
     printed. limit: the maximum number of rows in the language. Raises UserError."""
     rows = task.read_rows(path)
-    if {".jsonl", ".parquet"} & set(path.suffixes):
+    if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
         rows = read_table(path)
     rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
     examples: list[LabelledExample] = []
