@@ -216,8 +216,8 @@ class SourceSpec(Strict):
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
-                f"columns and links: a source with `{self.format}` needs names, such as columns: [en, de] or "
-                "links: FILE"
+                f"columns and links: in a source with `{self.format}`, `columns` needs names of fields, such as "
+                "[en, de], and `links` the path of a file"
             )
         if len(set(columns)) < len(columns):
             raise ValueError("columns and links: the same column is listed twice")

@@ -160,7 +160,8 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
         log = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"{tasks.name}-{job}_*.out")))
         problem = (log or done.stderr).rpartition("error: ")[2].strip()[-2000:]
         raise (UserError if done.returncode == 2 else MachineError)(
-            f"step {tasks.name}: {len(missing)} of {len(tasks.numbers)} tasks failed: {problem}. The logs are in {logs}"
+            f"step {tasks.name}: {len(missing)} of {len(tasks.numbers)} tasks failed: {problem}. The logs are in "
+            f"{logs}. Remove the cause of the error, then start the command again"
         )
     yield
 

@@ -43,7 +43,11 @@ def main() -> int:
     add = parser.add_argument
     add("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     add("out", type=Path, metavar="HF_DIR")
-    add("--best", action="store_true", help="export the best checkpoint of the run instead of the newest one")
+    add(
+        "--best",
+        action="store_true",
+        help="export the best checkpoint (by checkpoint.best of the recipe), not the newest",
+    )
     add(
         "--pooling",
         choices=POOLINGS,

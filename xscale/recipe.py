@@ -600,7 +600,7 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
             set_field(tree, "data.languages", [*languages, *added])
         else:
             problems.append(
-                "data.languages_add: the value must be a list, and data.languages must be a list to which it is added"
+                "data.languages_add: the value must be a list of languages, and the recipe must set data.languages"
             )
     return tree
 

@@ -47,8 +47,8 @@ class Record(NamedTuple):
             raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key must be a string")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(
-                f"record {key!r}: the record has {len(langs)} langs and {len(texts)} texts, and must have 1 or 2 "
-                "of each"
+                f"record {key!r}: the record has {len(langs)} langs and {len(texts)} texts, and must have 1 lang "
+                "and 1 text, or 2 langs and 2 texts"
             )
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
@@ -57,8 +57,8 @@ class Record(NamedTuple):
         doc = fields.get("doc")
         if not isinstance(links, str | None) or not isinstance(doc, str | int | None):
             raise ValueError(
-                f"record {key!r}: links is {links!r} and must be a string such as '0-0 1-2'; doc is {doc!r} and "
-                "must be a string or a whole number"
+                f"record {key!r} has links {links!r} and doc {doc!r}. If present, links must be a string such as "
+                "'0-0 1-2', and doc must be a string or a whole number"
             )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
             raise ValueError(f"record {key!r}: the key has an unpaired surrogate, which UTF-8 cannot encode")

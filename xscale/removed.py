@@ -11,8 +11,8 @@ FLAGS: dict[str, str] = {
     "lexicon --lower": "lower-case the file first by `sed 's/.*/\\L&/'`, or use --truecase",
     "tokenizer --coverage": "use a larger --vocab_size, which has room for more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
-    "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries have unknown tokens",
-    "index --links_count": 'let `xscale data index` write index.json, set its segmentation to {"name": "whitespace"}',
+    "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries of each dictionary have unknown tokens",
+    "index --links_count": 'run `xscale data index`, then set `segmentation` in index.json to {"name": "whitespace"}',
     "lexicon --min_length": "remove short words from the file first, for example by `awk 'length($1) > 1'`",
     "report --watch": "`tensorboard --logdir runs` shows the curves of runs while they train",
     "report --png": "save the pictures of the page, which are SVG, from a browser",
@@ -30,7 +30,7 @@ FLAGS: dict[str, str] = {
     "--parts": "start one job per task, each with another --task and --out",
     "--part": "start one job per task, each with another --task and --out",
     "--card": "`huggingface_hub.metadata_update` writes scores into the card of a model",
-    "eval.run --lexicon_heldout": "the task alignment uses the share of the model's own training",
+    "eval.run --lexicon_heldout": "the task alignment uses the value of data.lexicon_heldout in the model's training",
     "eval.run --pairs": "all pairs with English are measured; if a folder of --texts has no English, all pairs",
     "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
@@ -38,7 +38,7 @@ FLAGS: dict[str, str] = {
     "--xsim_plus": "use xsim.py of LASER on the vectors of `SentenceTransformer(HF_DIR).encode`",
     "--finetune": "use the command `xscale finetune`",
     "--onnx": "run `optimum-cli export onnx --model HF_DIR OUT` in an environment that has optimum-onnx",
-    "eval.finetune --predictions": "the JSON file of --out has only the scores",
+    "eval.finetune --predictions": "xscale does not save predictions; the JSON file of --out has the scores",
     "eval.finetune --keep": "--out has the scores; to keep a fine-tuned model, train it with transformers' Trainer",
     "eval.finetune --ds_config": "use torchrun --nproc_per_node N without DeepSpeed; the model must fit one GPU",
 }
@@ -47,14 +47,14 @@ FLAGS: dict[str, str] = {
 
 FIELDS: dict[str, str] = {
     # One line for each field.
-    "train.rollbacks": "a run that is not finite ends with exit code 3; start it again with train.skip_steps=[STEP]",
+    "train.rollbacks": "a step that is not finite ends the run with exit code 3; skip it by train.skip_steps=[STEP]",
     "train.spikes": "find spikes of the loss in TensorBoard, and skip them: train.skip_steps=[$(seq -s, 812 820)]",
     "train.compile": "remove the field; forward passes are no longer padded to the same shape",
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
     "data.truecase": "use `xscale data lexicon --truecase DIR`; for an old run, data.lexicons=[RUN/lexicon/FILE.txt]",
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or data.languages in a phase, lowers them",
-    "train.activation_checkpointing": "a lower train.max_tokens: a forward pass then has fewer tokens, and less memory",
+    "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",
     "model.rope_theta": "change rope_theta in the config.json of an export, and set model.init to the export",
     "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
     "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every helps",
@@ -104,7 +104,7 @@ CORPUS_KEYS: dict[str, str] = {
     "opus": "unzip the file, and write `text: [F.en, F.de]`",
     "conllu": "write the output of `grep '^# text = ' F | cut -c10-` to a file, and name this file by `text:`",
     "score": "remove lines with a low score from the file first, for example by awk",
-    "boilerplate": "remove such lines from the file first",
+    "boilerplate": "remove the boilerplate from the file first",
     "line_keys": "remove the key; the key of a record always has the line number at which its pair or document begins",
 }
 """By key of a source or of the rules in corpus.yaml: "opus"."""

@@ -238,8 +238,8 @@ def load_lexicons(
         absent = set(lexicon.langs) - languages
         if absent:
             raise UserError(
-                f"{path}: the dictionary has words in {', '.join(absent)}, but --data has no text in this "
-                f"language. Add shards in {', '.join(absent)} to --data, or remove the dictionary from "
+                f"{path}: the dictionary has words in {', '.join(absent)}, but --data has no text in "
+                f"{', '.join(absent)}. Add shards in {', '.join(absent)} to --data, or remove the dictionary from "
                 "data.lexicons"
             )
         loaded.append(lexicon)

@@ -46,7 +46,7 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     is_word_of_texts = [np.empty(0, dtype=bool)]
     starts = [0]
     for pair in pairs:
-        assert pair.words is not None, "word links need texts that are divided into words"
+        assert pair.words is not None, "word links need examples that Tokenizer.encode_words has encoded"
         first, second = pair.words
         first_start = starts[-1]
         second_start = first_start + len(first.is_word)
@@ -97,7 +97,7 @@ def word_tokens(
     counts = np.zeros(len(texts), dtype=np.int64)
     for i, text in enumerate(texts):
         pair_words = pairs[text // 2].words
-        assert pair_words is not None, "word links need texts that are divided into words"
+        assert pair_words is not None, "word links need examples that Tokenizer.encode_words has encoded"
         text_words = pair_words[text % 2]
         words_of_texts.append(text_words.words)
         tokens_of_texts.append(text_words.tokens)

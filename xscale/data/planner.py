@@ -126,7 +126,7 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        how = "gone; another rank of this node started it"
+        how = "gone; another rank of this node had started the process"
         if planner:
             planner.join()
             code = planner.exitcode or 0

@@ -182,7 +182,8 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
             )
         if offsets[-1] != len(columns):
             raise ValueError(
-                f"collate returned states[{name!r}] with {len(columns)} columns, but the offsets go up to {offsets[-1]}"
+                f"collate returned states[{name!r}] with {len(columns)} columns, but the last offset is {offsets[-1]}; "
+                "both must be equal"
             )
     unknown = stream_batch.labels.keys() - terms
     if unknown:
@@ -214,7 +215,7 @@ def mask_tokens(
     offsets_N = sequences.offsets.astype(np.uint64)
     units_N = offsets_N
     if whole_word:
-        assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
+        assert sequences.words is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
         alone = offsets_N + np.uint64(1 << 32)  # a token that belongs to no word
         units_N = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
     is_special = tokenizer.is_special[sequences.ids]

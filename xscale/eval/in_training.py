@@ -83,7 +83,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
         if new:
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, but the --data of this run has no text in "
-                f"this language. Remove {source.directory} from the task, and evaluate an exported checkpoint on "
+                f"{' or '.join(new)}. Remove {source.directory} from the task, and evaluate an exported checkpoint on "
                 f"{source.directory} (`xscale export`, then `xscale eval`)"
             )
     if task.kind == "retrieval":

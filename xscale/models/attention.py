@@ -159,7 +159,7 @@ class _BlockAttention(torch.autograd.Function):
         qkv = qkv_NX.view(N, 3, heads, -1)
         out_NH = qkv_NX.new_empty(N, X // 3)
         blocks = _blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
-        assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
+        assert blocks[-1].tokens.stop == N, "the number of tokens in the row is not the sum of `lengths`"
         sizes = [sum(block.buffer_sizes(X, dropout)) for block in blocks]
         keep = ctx.needs_input_grad[0]
         buffer = qkv_NX.new_empty(sum(sizes) if keep else max(sizes))

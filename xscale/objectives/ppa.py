@@ -294,7 +294,7 @@ class Moco:
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._rows and not self.step_keys, "the state is saved between two steps"
+        assert not self._rows and not self.step_keys, "the state cannot be saved within a step, only between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -179,8 +179,8 @@ CAUSES = (
     (
         ("out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError"),
         USER_ERROR,
-        "out of memory ({}). Lower train.max_tokens (a resumed run may have another value), or use a higher ZeRO stage "
-        "or more ranks. `xscale train --dry_run` prints the memory that a rank needs",
+        "out of memory ({}). Lower train.max_tokens (you can also change this value of a run that you resume), or "
+        "use a higher ZeRO stage or more ranks. `xscale train --dry_run` prints the memory that a rank needs",
     ),
     (
         ("killed by signal: Killed", "killed by signal: Bus error"),

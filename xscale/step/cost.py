@@ -100,7 +100,7 @@ def memory_by_purpose(
     if stage >= 3:
         return states | {"gradients": width * n / world, "unreduced gradients": width * n}
     if recipe.train.measure_every:
-        return states | {"gradient of a stream": (4 + width) * n}
+        return states | {"gradient of one stream (train.measure_every)": (4 + width) * n}
     return states | {"gradients": width * n}
 
 

@@ -175,8 +175,8 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     kind = config.get("optimizer", {}).get("type")
     if str(kind).lower() in WHOLE_WEIGHTS and zero.get("stage"):
         problems.append(
-            f"optimizer.type: {kind} needs whole weights, and ZeRO divides each weight among the ranks. Set "
-            "optimizer.type to AdamW, or set zero_optimization.stage to 0"
+            f"optimizer.type: {kind} computes its update from whole weights, and with ZeRO each rank updates "
+            "only a part of the weights. Set optimizer.type to AdamW, or set zero_optimization.stage to 0"
         )
     return problems
 
@@ -233,7 +233,8 @@ def resolve_ds_config(
     for key, value in resolved.items():
         if json.dumps(AUTO) in json.dumps(value):
             raise UserError(
-                f'--ds_config {path}: {key} has an "auto" for which the recipe has no value: {value}. Write a value'
+                f'--ds_config {path}: {key} has an "auto" for which the recipe has no value: {value}. Write a value '
+                'in place of "auto"'
             )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
