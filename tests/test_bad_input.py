@@ -281,7 +281,7 @@ def test_languages_without_data(demo: Path) -> None:
         select_sources("s", "mono", ["en", "de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads sentence pairs in en-de"):
         select_sources("s", "pair", ["en-de"], sources)
-    with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
+    with pytest.raises(UserError, match=r"streams\.s reads sentence pairs.*en \(mono\)"):
         select_sources("s", "pair", None, sources[:2])
 
 
