@@ -128,7 +128,7 @@ class AlignLm(Tlm):
 
 
 STOCK: dict[str, type[Tlm]] = {"tlm": Tlm, "alignlm": AlignLm}
-"""By the name of the recipe."""
+"""Recipe -> the part of the stock loop that computes its loss."""
 
 
 # The two loops

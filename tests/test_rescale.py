@@ -1,5 +1,5 @@
-"""What each rank of a resume opens and takes, from files laid out as DeepSpeed's; whole runs are in test_training.py's
-test_rescale."""
+"""A resume on another number of ranks: each rank opens the files and reads the slices that it needs. The files are laid
+out as DeepSpeed's. test_rescale in test_training.py has whole runs."""
 
 import copy
 from pathlib import Path

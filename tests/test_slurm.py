@@ -137,8 +137,9 @@ def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, referenc
 
 
 def test_the_time_limit_signals_the_run(slurm: Cluster, tmp_path: Path) -> None:
-    """By pretrain.sbatch's own --signal, shortened, and the job is requeued. A job that its user cancels has the time
-    to save, and is not requeued. Ranks that are a script end as those of a run do: see test_training.py."""
+    """SLURM sends the signal of --signal before the time limit, and the job is requeued. A job that its user cancels
+    has the time to save, and is not requeued. Here the ranks are a script, which ends as the ranks of a run do (see
+    test_training.py)."""
     output, saved = tmp_path / "job.out", tmp_path / "saved"
     rank = f"trap 'exit 75' USR2; trap 'sleep 3; touch {saved}; exit 75' TERM; echo a rank is up; sleep 300 & wait $!"
     job = submit_in(slurm, tmp_path, rank, output, "--nodes=1", "--time=1", "--signal=USR2@50")

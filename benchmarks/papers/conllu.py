@@ -31,8 +31,8 @@ class Sentence:
     leading: list[Row]
     """The empty nodes before the first word."""
     units: list[list[Row]]
-    """What moves as a whole: the row of a word, or those of a multiword token and its words, and of the empty nodes
-    behind them."""
+    """Rows of a sentence that move together: the row of a word, or the rows of a multiword token and its words; the
+    rows of the empty nodes behind them belong to the unit."""
 
     @property
     def forms(self) -> list[str]:

@@ -70,7 +70,7 @@ class Grid:
         self.scale: dict[str, Any] = scales[args.scale] | self.grid.get("scales", {}).get(args.scale, {})
         self.scale |= read_settings(args.set, self.scale.keys() | scales["smoke"].keys())
         self.starts_from_encoder = any("aer" in world for world in self.grid["worlds"].values())
-        """Whether all arms go on from --encoder."""
+        """True if all arms start from the model of --encoder."""
         self.encoder: Path | None = args.encoder if self.starts_from_encoder else None
         if self.starts_from_encoder and self.encoder is None:
             raise UserError(f"--grid {args.grid} needs a public encoder. Write --encoder HF_DIR, its directory")

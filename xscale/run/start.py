@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def build_trainer(
         if process.is_main and args.resume != "auto":
             resume.withdraw_later_checkpoints(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
-    LOG.info(f"xscale {__version__}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
+    LOG.info(f"xscale {code_version()}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {run.config.stage}, "
@@ -148,6 +149,18 @@ def build_trainer(
         warm_up_queues(engine.module, loader, process, engine.device)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
     return trainer, loader.batches(process, engine.device.type, positions, left, plans)
+
+
+def code_version() -> str:
+    """Return xscale's version, with the commit if the code is a git checkout. "-dirty": files differ from the
+    commit."""
+    root = Path(__file__).resolve().parents[2]
+    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    if (root / ".git").exists():
+        with suppress(OSError, subprocess.CalledProcessError):
+            commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+            return f"{__version__} (commit {commit})"
+    return __version__
 
 
 def write_start_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
