@@ -32,6 +32,7 @@ from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
+from xscale.step.step import set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def build_trainer(
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
+        if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
+            set_learning_rate(engine, recipe, checkpoint.step - 1)
         if process.is_main and args.resume != "auto":
             resume.withdraw_later_checkpoints(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
