@@ -213,6 +213,13 @@ def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[st
     assert len(said) == 1 and "step_00000008" in said[0] and "tries the next older checkpoint" in said[0]
 
 
+def test_a_manifest_of_another_version_is_refused_by_its_keys(run: Path) -> None:
+    newest = run / "checkpoints/step_00000008"
+    seal(newest, 8, {"excluded_steps": []})
+    with pytest.raises(UserError, match=r"another version of xscale wrote it, with excluded_steps\. Continue the run"):
+        checkpoints.read_checkpoint(newest)
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
 def test_a_damaged_file_means_the_one_before(run: Path, damage: str) -> None:
     path = run / "checkpoints/step_00000008/mp_rank_00_model_states.pt"
