@@ -17,6 +17,8 @@ from tests.test_training import same_checkpoint, steps_of
 pytestmark = pytest.mark.slow
 
 STEPS = 60
+SLEEP_UNTIL_A_TRAP = "while :; do sleep 300 & wait $!; done"
+"""For a script in place of a rank. A signal to all processes may end the sleep before the script has got its own."""
 SMALL = ["streams.mlm.samples=6", "streams.tlm.samples=8", "train.lr=0.002"]
 
 
@@ -141,7 +143,8 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, tmp_path: Path) -> None:
     has the time to save, and is not requeued. Here the ranks are a script, which ends as the ranks of a run do (see
     test_training.py)."""
     output, saved = tmp_path / "job.out", tmp_path / "saved"
-    rank = f"trap 'exit 75' USR2; trap 'sleep 3; touch {saved}; exit 75' TERM; echo a rank is up; sleep 300 & wait $!"
+    traps = f"trap 'exit 75' USR2; trap 'sleep 3; touch {saved}; exit 75' TERM"
+    rank = f"{traps}; echo a rank is up; {SLEEP_UNTIL_A_TRAP}"
     job = submit_in(slurm, tmp_path, rank, output, "--nodes=1", "--time=1", "--signal=USR2@50")
     wait_for_state(slurm, job, "PENDING", output, restarts=1)
     assert "exit code 75" in output.read_text()
@@ -156,7 +159,7 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, tmp_path: Path) -> None:
 def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_path: Path) -> None:
     """SLURM loses one that comes between a step's creation and its tasks' launch."""
     output = tmp_path / "job.out"
-    deaf = "trap '' USR2; sleep 4; trap 'exit 75' USR2; sleep 60 & wait $!; exit 0"
+    deaf = f"trap '' USR2; sleep 4; trap 'exit 75' USR2; {SLEEP_UNTIL_A_TRAP}"
     job = submit_in(slurm, tmp_path, deaf, output)
     wait_for(lambda: f"{job}.0" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
     slurm.run("scancel", "--full", "--signal=USR2", job)

@@ -182,7 +182,7 @@ class Watch:
         from time to time, and often while it makes no progress."""
         written_at = -math.inf
         warning = 0.0
-        while not self.closed.wait(self.pause):
+        while not self.closed.is_set():
             if self.idle < self.first_warning:
                 warning = self.first_warning
             elif self.idle >= warning and self.process.is_main:
@@ -197,6 +197,7 @@ class Watch:
                     partial.write_text(f"{self.name}, {self.doing}\n{self.step} {notes}\n")
                     os.replace(partial, path)
                     written_at = self.clock
+            self.closed.wait(self.pause)
 
     def _beat_path(self, rank: int) -> Path:
         """Return the file in which a rank says what it is doing."""
