@@ -49,7 +49,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
         if source.langs not in (langs, langs[::-1]):
             raise UserError(
                 f"{source.directory} has text in {'-'.join(source.langs)}, but the name of --out says "
-                f"{'-'.join(langs)}. Remove {source.directory} from the command"
+                f"{'-'.join(langs)}. Give --from_links only folders with text in {'-'.join(langs)}"
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):

@@ -228,8 +228,9 @@ def read_tsv(source: SourceSpec) -> Iterator[Unit]:
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns separated by tabs, but must have {most}. "
-                f"Correct the line, or keep only the lines with {most} columns by `awk -F'\\t' 'NF >= {most}'`"
+                f"{path}: line {number} has {len(columns) - 1} columns separated by tabs, but must have at "
+                f"least {most}. Correct the line, or keep only the lines with enough columns: "
+                f"awk -F'\\t' 'NF >= {most}' OLD > NEW"
             )
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 

@@ -115,7 +115,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.links_src or args.links_tgt:
             source["linked"] = [args.links_src, args.links_tgt]
             if not (args.links and args.links_src and args.links_tgt):
-                raise UserError("--links_src and --links_tgt need --links. Write all three flags, or --links alone")
+                raise UserError(
+                    "--links, --links_src and --links_tgt belong together. Write all three flags, or --links alone"
+                )
     bounds = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if args.tokenizer is None:

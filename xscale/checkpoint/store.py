@@ -7,7 +7,6 @@ An incomplete directory is removed by a later save.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,14 +88,10 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1]
 
 
-def find_newest_valid(
-    folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
-) -> Checkpoint | None:
-    """Return the newest checkpoint, up to step `upto`, whose files have the hashes of its manifest, or None. All ranks
-    call it together and get the same one. warn: a function that is called with a message about each damaged one."""
+def find_newest_valid(folder: Path, host_group: HostGroup, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
+    get the same one. warn: a function that is called with a message about each damaged one."""
     for path in reversed(list_checkpoints(folder)):
-        if step_from_name(path) > upto:
-            continue
         problem = find_damage(path, host_group)
         if problem is None:
             return read_checkpoint(path)
