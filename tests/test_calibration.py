@@ -119,6 +119,10 @@ def test_it_is_kept_as_json(loader) -> None:
     found = made.calibration
     kept = json.loads(json.dumps(found.to_dict()))
     assert Calibration.from_dict(kept) == found
+    of_version_2 = json.loads(json.dumps(kept))
+    for statistics in of_version_2["streams"].values():
+        statistics |= {"tokens": 26.0, "sequences": 1.0, "noise": 0.1, "counted": 100, "counts": {"mlm": 7}}
+    assert Calibration.from_dict(of_version_2) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
     checkpoint = Checkpoint(Path(), 1, 1, launch.identity(made), {}, kept, {}, {})

@@ -158,12 +158,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
                 raise ValueError(f"the key {key} is missing or has a wrong type")
-        unknown = manifest.keys() - Checkpoint.__dataclass_fields__.keys()
-        if unknown:
-            raise ValueError(
-                f"another version of xscale wrote it, with {', '.join(sorted(unknown))}. Continue the run with that "
-                "version, or export the model with it and set model.init to the export"
-            )
+        for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
+            if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
+                raise ValueError(
+                    f"another version of xscale wrote it, with {key}. Continue the run with that version, or export "
+                    "the model with it and set model.init to the export"
+                )
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
             raise ValueError(f"the key `state` belongs to another step than {checkpoint.step}")

@@ -66,12 +66,12 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Calibration":
-        """Return the calibration whose `to_dict` is `tree`."""
+        """Return the calibration whose `to_dict` is `tree`. Version 0.2 also saved statistics that are ignored here."""
         estimates = list[dict[str, Estimate]]()
         for fields_of_streams in (tree["streams"], *tree["phases"]):
             estimate_of_stream = dict[str, Estimate]()
             for name, fields in fields_of_streams.items():
-                estimate_of_stream[name] = Estimate(**fields)
+                estimate_of_stream[name] = Estimate(fields["ratio"], fields["beyond"], fields["too_long"])
             estimates.append(estimate_of_stream)
         lines = [(a, b) for a, b in tree["lines"]]
         return cls(lines, estimates[0], estimates[1:])
