@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests import launch
+from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
@@ -79,6 +80,9 @@ def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pyte
 def test_ranks_for_which_others_wait_are_named(tmp_path: Path) -> None:
     """Those that have written nothing, or nothing for longer than a rank at work, or else those that are behind."""
     watched = watch.Watch(Process(0, 3, 0, 3), tmp_path / "rank0.log", 40 / 60, print)
+    own = tmp_path / "rank0.beat"
+    wait_for(own.exists, 4)  # before the first pause of 5 s
+    assert own.exists()
     watched.close()
 
     def told(*written: float, notes: tuple[int, int, int] = (2, 2, 2)) -> str:
