@@ -215,9 +215,10 @@ def excluded_letters(paths: tuple[str, ...]) -> set[str]:
     return excluded
 
 
-def text_hash(texts: list[str]) -> bytes:
-    """Return an 8-byte hash of all texts of a unit."""
-    return blake2b("\n".join(texts).encode(), digest_size=8).digest()
+def hash_texts(units: list[list[str]]) -> np.ndarray:
+    """Return uint64 [len(units)]: a hash of all texts of each unit."""
+    hashes = [blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units]
+    return np.frombuffer(b"".join(hashes), dtype="<u8")
 
 
 def minhash_bands(texts: list[str]) -> np.ndarray:

@@ -205,6 +205,8 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
         )
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
+    for group in corpus.groups:
+        lines += missing_heldout_lines(corpus, group, report["heldout"])
     for path in map(Path, corpus.lexicons):
         if not (out / "lexicon" / path.name).exists():
             lines.append(
@@ -212,6 +214,26 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
             )
     lines.append(f"{out}/report.html shows how much text each rule removed, with examples")
     return "\n".join(lines)
+
+
+def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[str, int]) -> list[str]:
+    """Return a line that says why less text of a group is held out than corpus.yaml asks for; [] if nothing is missing.
+    found: {folder below heldout/: number of its records}."""
+    folders = {"-".join(source.langs) for source in corpus.sources if source.group == group}
+    count = sum(found.get(name, 0) for name in folders)
+    wanted = corpus.heldout.wanted(group)
+    if count >= wanted:
+        return []
+    if len(group) == 2:
+        kind = "pairs"
+        reason = "only pairs whose two sentences occur in no other pair"
+    else:
+        kind = "sentences"
+        reason = "only whole documents that occur once"
+    return [
+        f"{'-'.join(group)}: {count:,} {kind} are held out. `heldout` asks for {wanted:,}, but prepare holds out at "
+        f"most a tenth of the text, and {reason}"
+    ]
 
 
 def render_page(report: dict[str, Any]) -> str:

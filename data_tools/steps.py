@@ -42,8 +42,8 @@ from .cleaning import (
     RemovalCounts,
     cached_tokenizer,
     excluded_letters,
+    hash_texts,
     minhash_bands,
-    text_hash,
     violated_token_count_rule,
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
@@ -62,11 +62,12 @@ KEPT, REPEATED, NEAR, HELD_OUT = range(4)
 REMOVED = {REPEATED: "dedup", NEAR: "dedup (near)"}
 """{state of a removed unit: the rule that removed it}."""
 HELD_SHARE = 10
-"""About one in HELD_SHARE of the kept sentences or pairs is held out at most."""
+"""At most one in HELD_SHARE of the kept sentences or pairs is held out."""
 SAMPLE = 2_000_000
 """The maximum number of sentences and sides of pairs on which the tokenizer is trained."""
-EXACT, SENTENCES, FIRST_BAND = range(3)
-"""The columns of clean/CHUNK.npy: the hash of a unit's text, the number of its sentences, the MinHash bands."""
+EXACT, SENTENCES, FIRST_SIDE, SECOND_SIDE, FIRST_BAND = range(5)
+"""The columns of clean/CHUNK.npy: the hash of a unit's text, the number of its sentences, the hashes of a pair's two
+sides (for a document, twice the hash of its text), the MinHash bands."""
 
 
 class CorpusPlan(NamedTuple):
@@ -215,13 +216,17 @@ def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.n
     """Return a row of uint64 for each unit, whose columns EXACT, SENTENCES and FIRST_BAND name. The two sides of a pair
     are hashed in the order of their group."""
     in_order = [unit.texts for unit in units]
-    sentences = list(map(len, in_order))
+    if source.pairs and source.langs != source.group:
+        in_order = [texts[::-1] for texts in in_order]
+    exact = hash_texts(in_order)
     if source.pairs:
-        sentences = [1] * len(units)
-        if source.langs != source.group:
-            in_order = [texts[::-1] for texts in in_order]
-    exact = np.frombuffer(b"".join(map(text_hash, in_order)), dtype="<u8")
-    columns = [exact.reshape(-1, 1), np.array(sentences, dtype="<u8").reshape(-1, 1)]
+        sentences = np.ones(len(units), dtype="<u8")
+        first = hash_texts([texts[:1] for texts in in_order])
+        second = hash_texts([texts[1:] for texts in in_order])
+    else:
+        sentences = np.array(list(map(len, in_order)), dtype="<u8")
+        first = second = exact
+    columns = [np.stack([exact, sentences, first, second], axis=1)]
     if with_bands:
         columns.append(minhash_bands(list(map("\n".join, in_order))))
     return np.hstack(columns)
@@ -257,9 +262,8 @@ def select_units(folder: Path, group_number: int) -> None:
             f"the rules remove all text in {'-'.join(group)} (sources: {', '.join(names)}). Change the rules, or "
             "correct the sources"
         )
-    wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    mark_held_out_units(state, units, min(wanted, most))
+    mark_held_out_units(state, units, min(corpus.heldout.wanted(group), most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -272,17 +276,23 @@ def occurs_earlier(values: np.ndarray) -> np.ndarray:
     return is_repeated
 
 
+def occurs_once(values: np.ndarray) -> np.ndarray:
+    """Return bool [len(values)]: True for each value that occurs nowhere else."""
+    _, number, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return counts[number] == 1
+
+
 def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
-    """Set the state of some units to HELD_OUT, in the order of their texts' hashes, until they have `wanted` sentences.
-    Set the state of other units with the same texts to REPEATED. units: the columns EXACT and SENTENCES."""
-    if not wanted:
-        return
+    """Set the state of some kept units to HELD_OUT, in the order of their texts' hashes, as long as they have at most
+    `wanted` sentences together. No side of a pair that is held out occurs in another kept pair, so no model has been
+    trained on it. units: the columns before FIRST_BAND."""
     kept = np.flatnonzero(state == KEPT)
-    values, first = np.unique(units[kept, EXACT], return_index=True)
-    ends = np.cumsum(units[kept[first], SENTENCES])
-    count = int(np.searchsorted(ends, wanted)) + 1
-    state[np.isin(units[:, EXACT], values[:count]) & (state == KEPT)] = REPEATED
-    state[kept[first[:count]]] = HELD_OUT
+    is_new = occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])
+    is_small = units[kept, SENTENCES] <= wanted
+    candidates = kept[is_new & is_small]
+    candidates = candidates[np.argsort(units[candidates, EXACT])]
+    sentences = np.cumsum(units[candidates, SENTENCES])
+    state[candidates[sentences <= wanted]] = HELD_OUT
 
 
 def read_unit_states(folder: Path, chunk: Chunk) -> np.ndarray:
