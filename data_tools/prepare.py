@@ -76,10 +76,10 @@ def check_corpus(corpus: Corpus) -> None:
         rules = corpus.rules_for(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
-                raise UserError(
-                    f"source {name}: {path} not found. Write a path, absolute or relative to "
-                    f"{Path.cwd()}, instead of a URL"
-                )
+                remedy = f"Correct the path, which is absolute or relative to {Path.cwd()}"
+                if "://" in path:
+                    remedy = "Download the file, and write its path instead of the URL"
+                raise UserError(f"source {name}: {path} not found. {remedy}")
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:

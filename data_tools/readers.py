@@ -345,7 +345,8 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
         names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
-            f"{place} does not have the field of a text; its fields are {', '.join(fields) or 'none'}. {remedy}"
+            f"{place} does not have the field of a text; its fields are {', '.join(fields) or 'none'}. {remedy}, "
+            "or remove the record"
         )
     texts = list[str]()
     for name in names:

@@ -367,7 +367,7 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     ):
         first.check()
     status = Status(tmp_path, Process(0, 1, 0, 1))
-    status.write_running()
+    status.write_running({})
     (tmp_path / "status.json").unlink()
     with pytest.raises(UserError) as taken:
         first.check()

@@ -25,7 +25,7 @@ from tests import launch
 from xscale import ranks, train
 from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.folder import STATUS, STOPPED, Status, check_folder, exit_code_and_message
+from xscale.run.folder import DONE, STATUS, STOPPED, Status, check_folder, exit_code_and_message
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
@@ -120,13 +120,13 @@ def run(out: Path, rank: int, has_lock: bool) -> Status:
 
 def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     first, second = run(tmp_path, 0, True), run(tmp_path, 1, True)
-    first.write_running()
-    second.write_running()
+    first.write_running({})
+    second.write_running({})
     assert read(tmp_path)[0] == "running"
     second.write_failure(UserError("record 7 is damaged"))
     first.write_failure(RuntimeError("Connection closed by peer"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
-    first.write_running()  # the next start
+    first.write_running({})  # the next start
     second.write_end(STOPPED, "told")
     assert read(tmp_path)[0] == "running"
     first.write_end(STOPPED, "SIGUSR2")
@@ -158,6 +158,25 @@ def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Pat
     (other / "lock").mkdir()  # cannot be opened, like another user's lock
     run(other, 0, False).write_failure(UserError("later"))
     assert "later" not in (other / STATUS).read_text()
+
+
+def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
+    """It may be refused before it has the lock, or after; a start that does more steps can fail like any other."""
+    first = run(tmp_path, 0, True)
+    first.note_step(8)
+    first.write_end(DONE, "8 of 8 steps")
+    done = json.loads((tmp_path / STATUS).read_text())
+    run(tmp_path, 0, False).write_failure(UserError("no such field"))
+    assert json.loads((tmp_path / STATUS).read_text()) == done
+    for rank in (1, 0):
+        again = run(tmp_path, rank, True)
+        again.write_running(done)
+        again.write_failure(UserError("--fork: another run"))
+    assert json.loads((tmp_path / STATUS).read_text()) == done
+    again.note_step(8)
+    again.write_running(done)
+    again.write_failure(UserError("record 7 is damaged"))
+    assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 0)
 
 
 @pytest.mark.parametrize(("is_typo", "code"), [(True, 2), (False, 4)])

@@ -80,13 +80,30 @@ def read_identity(out: Path) -> dict[str, Any] | None:
     return None
 
 
+def read_status(out: Path) -> dict[str, Any]:
+    """Return the content of the directory's status.json; {} if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        entry = json.loads((out / STATUS).read_text(encoding="utf-8"))
+        if isinstance(entry, dict):
+            return entry
+    return {}
+
+
+def read_status_of_done_run(out: Path) -> dict[str, Any]:
+    """Return the content of the directory's status.json if the run there has done all its steps, or else {}."""
+    entry = read_status(out)
+    return entry if entry.get("status") == NAMES[DONE] else {}
+
+
 def may_write_status(out: Path) -> bool:
-    """Return whether the directory is new, or belongs to a run that no process has locked. If so, a start that has
-    failed before it had the lock may write its status there."""
+    """Return whether the directory is new, or belongs to a run that is not done and that no process has locked. If so,
+    a start that has failed before it had the lock may write its status there."""
     try:
         if not out.exists():
             return True
         if not out.is_dir() or not ((out / STATUS).exists() or not any(out.iterdir())):
+            return False
+        if read_status_of_done_run(out):
             return False
         file = (out / files.LOCK).open("a+")
     except OSError:  # a name that is too long, or a folder or lock file of another user
@@ -240,15 +257,18 @@ class Status:
         self.has_lock = False
         """True once this run has the directory's lock."""
         self.step: int | None = None
-        """The number of steps done."""
+        """The number of steps done; None before the first step of this start."""
+        self.done_before: dict[str, Any] = {}
+        """The content of status.json if the run was done before this start."""
 
     def note_step(self, step: int) -> None:
         """Note the number of steps done."""
         self.step = step
 
-    def write_running(self) -> None:
-        """Note that this run has the directory's lock. All ranks call it."""
+    def write_running(self, done_before: dict[str, Any]) -> None:
+        """Note that this run has the directory's lock. done_before: see the field. All ranks call it."""
         self.has_lock = True
+        self.done_before = done_before
         if self.process.is_main:
             self._write("running", None, "")
 
@@ -269,20 +289,29 @@ class Status:
 
     def _is_running(self) -> bool:
         """Return whether no rank has written yet why it ended."""
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            return json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"] == "running"
-        return False
+        return read_status(self.out).get("status") == "running"
 
     def write_failure(self, error: Exception) -> None:
-        """Log an error that ends the run, and write it to status.json if `out` belongs to this run."""
+        """Log an error that ends the run, and write it to status.json if `out` belongs to this run. If the run was done
+        before, and the command is refused before its first step, such as for a wrong --fork, the run is still done."""
         LOG.debug("".join(traceback.format_exception(error)))
         may_write = self.has_lock or (self.process.is_main and may_write_status(self.out))
-        if may_write and not isinstance(error, DirectoryTaken):
-            self.write_end(*exit_code_and_message(error))
+        if not may_write or isinstance(error, DirectoryTaken):
+            return
+        code, message = exit_code_and_message(error)
+        if code == USER_ERROR and self.done_before and self.step is None:
+            if self.process.is_main:
+                with suppress(OSError):
+                    self._write_entry(self.done_before)
+            return
+        self.write_end(code, message)
 
     def _write(self, status: str, code: int | None, why: str) -> None:
         entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
         entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self._write_entry(entry)
+
+    def _write_entry(self, entry: dict[str, Any]) -> None:
         partial = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
         files.write_text(partial, to_json_text(entry))
         os.replace(partial, self.out / STATUS)

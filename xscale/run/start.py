@@ -58,6 +58,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
+            status.note_step(checkpoint.step)
             status.write_end(folder.DONE, f"{checkpoint.step} of {steps} steps")
             return folder.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)
@@ -88,7 +89,7 @@ def claim_folder(
     stop = StopRequest(run.recipe.train.time_limit)
     locks = list[files.Lock]()
 
-    def claim() -> None:
+    def claim() -> dict[str, Any]:
         folder.check_folder(out, run.identity, args.resume)
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -96,9 +97,10 @@ def claim_folder(
             raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder") from None
         locks.append(files.Lock(out))
         folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
+        return folder.read_status_of_done_run(out)
 
-    host_group.value_from_main(claim)
-    status.write_running()
+    done_before = host_group.value_from_main(claim)
+    status.write_running(done_before)
     if not out.is_dir():
         raise UserError(
             f"--out {out} does not exist on {os.uname().nodename}, the host of rank {process.rank}. Choose a "
