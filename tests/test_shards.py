@@ -9,6 +9,8 @@ import random
 import shutil
 import subprocess
 import tarfile
+import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -201,6 +203,21 @@ def test_a_spread_is_the_source_in_few_shards(copy: Path) -> None:
     assert few.read(1, 99) == source.read(2, 99) and few.records == source.records == 700
     assert few.lengths(1, slice(None)).tolist() == source.lengths(2, slice(None)).tolist()
     assert source.with_few_shards(9).counts.tolist() == source.counts.tolist()
+
+
+def test_slow_calls_are_made_by_several_threads_in_order() -> None:
+    """As on a network's file system."""
+    threads = set[int]()
+
+    def double(number: int, seconds: float) -> int:
+        time.sleep(seconds)
+        threads.add(threading.get_ident())
+        return 2 * number
+
+    expected = [2 * number for number in range(40)]
+    assert map_in_threads(double, range(40), [0.002] * 40) == expected and len(threads) > 2
+    assert map_in_threads(double, range(40), [0.0] * 40) == expected
+    assert map_in_threads(double, [], []) == []
 
 
 # Damage
