@@ -476,7 +476,8 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
 def build_recipe(
     tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
-    """Return the recipe with these fields, without phases, or None if there is a problem."""
+    """Return the recipe with these fields, without phases. Return None if there is a problem, except one of
+    checkpoint.best."""
     sections: dict[str, Any] = {name: cls() for name, cls in SECTIONS.items()}
     for name, fields in tree.items():
         if name in SECTIONS and fields is not None:

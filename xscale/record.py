@@ -158,8 +158,8 @@ def record_of_members(
     if whole and len(order) < len(texts):
         raise ValueError(
             f"sample {key!r} has texts in {', '.join(texts)}, but earlier samples have texts in "
-            f"{', '.join(order) or 'other languages'}. Pass the languages of the records to --langs, or use one "
-            "folder per language or language pair"
+            f"{', '.join(langs or ())}. Pass the languages of the records to --langs, or use one folder per language "
+            "or language pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 

@@ -444,7 +444,10 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
-            raise ValueError(f"shard {name!r}: its records {records}, bytes {size} and crc {crc} must be integers")
+            raise ValueError(
+                f"shard {name!r}: records {records!r}, bytes {size!r} and crc {crc!r} must be integers, and records "
+                "must be above 0"
+            )
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(
                 f"shard {name!r}: the name must be the name of a tar file, and the SHA-256 must be a string"

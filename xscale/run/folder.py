@@ -105,7 +105,9 @@ def may_write_status(out: Path) -> bool:
             return False
         if read_status_of_done_run(out):
             return False
-        file = (out / files.LOCK).open("a+")
+        file = (out / files.LOCK).open("r+")
+    except FileNotFoundError:
+        return os.access(out, os.W_OK)
     except OSError:  # a name that is too long, or a folder or lock file of another user
         return False
     with file:

@@ -209,9 +209,12 @@ def resolve_ds_config(
             + indent_lines(problems)
         )
     if not hardware.supports(precision):
+        field = "train.precision"
+        if recipe.train.precision == AUTO:
+            field = f"{precision}.enabled of --ds_config {path}"
         raise UserError(
-            f"the recipe or the ds_config asks for {precision}, which this {hardware.device} device does not "
-            f"support. Set train.precision to auto, bf16 or fp32, or use a device with {precision}"
+            f"{field} asks for {precision}, which this {hardware.device} device does not support. Set {field} to "
+            f'"auto", so that the run trains in a precision of the device, or use a device with {precision}'
         )
     if precision != "fp32" and zero_stage(resolved) == 0:
         raise UserError(
