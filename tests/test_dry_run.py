@@ -1,6 +1,7 @@
 """What a dry run foretells, against what a run then draws and computes."""
 
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
-from xscale.run.describe import language_share_lines
+from xscale.run.describe import language_share_lines, unlisted_shards_warnings
 
 ALONE = Process(0, 1, 0, 1)
 
@@ -66,6 +67,17 @@ def test_a_plan_for_another_machine(
     assert (
         "train.max_tokens is 65,536, chosen by the memory of the GPU: a step may use 60% of the 80.0 GiB" in told
     ) == (device == "cuda")
+
+
+def test_tars_that_no_index_lists_are_told(demo: Path, tmp_path: Path) -> None:
+    """Such as tars that were copied into a folder after its index was written."""
+    shutil.copytree(demo, tmp_path / "demo")
+    pairs = next((tmp_path / "demo").glob("pairs/*.tar"))
+    assert unlisted_shards_warnings(loader_of(tmp_path / "demo", "tlm").corpus) == []
+    shutil.copy(pairs, pairs.parent / "later-000000.tar")
+    (line,) = unlisted_shards_warnings(loader_of(tmp_path / "demo", "tlm").corpus)
+    assert f"1 tar file(s) in {pairs.parent}, such as later-000000.tar" in line
+    assert unlisted_shards_warnings(loader_of(tmp_path / "demo", "tlm", "data.first=10").corpus) == []
 
 
 def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:

@@ -13,7 +13,7 @@ from xscale.data.mixture import initial_state
 from xscale.errors import redact
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.describe import dropped_pairs_warnings, language_share_lines
+from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
 from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
 from xscale.run.resume import find_starting_checkpoint, resume_calibration
 from xscale.run.start import prepare_run
@@ -46,6 +46,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         *data_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
+        *unlisted_shards_warnings(run.corpus),
         sep="\n",
     )
     print(*requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")

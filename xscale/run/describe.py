@@ -83,6 +83,24 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
     return lines
 
 
+def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
+    """Return a warning for each folder with tars that its index.json does not list, such as tars that were added to the
+    folder later. Sources that are cut by data.first are not looked at."""
+    lines = list[str]()
+    for source in corpus.sources:
+        if source.remote or source.records < source.index["records"]:
+            continue
+        listed = {shard.name for shard in source.shards}
+        unlisted = sorted(path.name for path in source.directory.glob("*.tar") if path.name not in listed)
+        if unlisted:
+            lines.append(
+                f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as {unlisted[0]}, "
+                f"because index.json does not list them. After `xscale data index {source.directory}`, a new run "
+                "reads them"
+            )
+    return lines
+
+
 def language_share_lines(loader: Loader) -> Iterator[str]:
     """Yield a line for each stream: the share of each source in its samples, and the epochs of the source if the whole
     run has these shares. Phases may have others. The lines read the lengths of many records."""

@@ -175,7 +175,8 @@ def write_start_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: C
     files.write_text(out / "ds_config.json", folder.to_json_text(run.config.resolved))
     if checkpoint and not resume.is_checkpoint_of_run(checkpoint, out):
         resume.write_ancestry(out, checkpoint, run.identity)
-    for line in (*describe.dropped_pairs_warnings(loader), *describe.language_share_lines(loader)):
+    lines = [*describe.dropped_pairs_warnings(loader), *describe.unlisted_shards_warnings(run.corpus)]
+    for line in (*lines, *describe.language_share_lines(loader)):
         LOG.info(line)
 
 
