@@ -58,11 +58,12 @@ class RemovalCounts:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[list[str]]] = {}
 
-    def add(self, rule: str, texts: Sequence[str]) -> None:
+    def add(self, rule: str, example: Sequence[str]) -> None:
+        """Count a pair, a document or a sentence that the rule removed. example: its texts."""
         self.counts[rule] += 1
         examples = self.examples.setdefault(rule, [])
         if len(examples) < EXAMPLES:
-            examples.append([text[:EXAMPLE_LENGTH] for text in texts])
+            examples.append([text[:EXAMPLE_LENGTH] for text in example])
 
     def join(self, other: dict[str, Any]) -> None:
         """Add the counts and examples of `other`, which has the form of `to_json`."""

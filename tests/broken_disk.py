@@ -68,10 +68,10 @@ class Half:
 
 
 class Lines(metrics.JsonLines):
-    def flush(self, to_disk: bool = False) -> None:
+    def try_flush(self, to_disk: bool = False) -> None:
         if self.file and not isinstance(self.file, Half):
             self.file: Any = Half(self.file)
-        super().flush(to_disk)
+        super().try_flush(to_disk)
 
 
 def noted(optimizer_step: Any) -> Any:

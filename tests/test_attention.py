@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.models import attention as module
-from xscale.models.attention import attention, dropout, runs_flash
+from xscale.models.attention import attention, dropout, supports_flash
 
 HEADS, WIDTH = 2, 8
 MIXED = [13, 13, 12, 9, 4, 4, 3, 1, 0, 2, 0]
@@ -150,7 +150,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", flash_forward, "CPU")
         library.impl("_flash_attention_backward", flash_backward, "CPU")
-        monkeypatch.setattr(module, "runs_flash", lambda qkv_NX, heads: True)
+        monkeypatch.setattr(module, "supports_flash", lambda qkv_NX, heads: True)
         yield
 
 
@@ -186,7 +186,7 @@ def test_the_kernel_runs_where_it_can(
 
     Rows.dtype = dtype
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert runs_flash(Rows(), 12) is runs  # type: ignore[arg-type]
+    assert supports_flash(Rows(), 12) is runs  # type: ignore[arg-type]
 
 
 # Dropout

@@ -85,7 +85,7 @@ def test_what_is_written_and_printed() -> None:
     score = share(np.array([1.0] * 9 + [0.0]))
     low, high = score.interval
     assert low < 0.9 <= high <= 1
-    assert bootstrap.intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
+    assert bootstrap.score_intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
         "task": {"en": {"accuracy": [low, high]}}
     }
     written = bootstrap.resampled_scores({"task": {"en": {"accuracy": score, "n": 3}}})["task"]["en"]

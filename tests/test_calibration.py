@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests import launch
 from tests.launch import open_run
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibrate import estimate_from_groups, fit_line, fit_tokens_to_bytes, group_similar_samples
-from xscale.data.calibration import Calibration, Estimate
+from xscale.data.calibrate import correction_from_groups, fit_line, fit_tokens_to_bytes, group_similar_samples
+from xscale.data.calibration import Calibration, Correction
 from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
 from xscale.metric_keys import MetricKey
@@ -89,11 +89,11 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 # 2. Streams
 
 
-def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
+def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Correction:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
     groups = group_similar_samples(estimated_tokens, max_length)
     tokens = np.array([true[group].sum() for group in groups])
-    return estimate_from_groups(estimated_tokens, groups, tokens, max_length)
+    return correction_from_groups(estimated_tokens, groups, tokens, max_length)
 
 
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
@@ -106,10 +106,10 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
     assert (cut.ratio, cut.beyond) == (1.0, 128.0)
 
 
-def test_streams_without_an_estimate_of_their_own() -> None:
-    found = Calibration([(0.2, 0.0)], {"ppa": Estimate(1.5)})
-    assert found.estimate_for("ppa") == Estimate(1.5)
-    assert found.estimate_for("tlm") == Estimate() and found.estimate_for("tlm").row_tokens(
+def test_streams_without_a_correction_of_their_own() -> None:
+    found = Calibration([(0.2, 0.0)], {"ppa": Correction(1.5)})
+    assert found.correction_for("ppa") == Correction(1.5)
+    assert found.correction_for("tlm") == Correction() and found.correction_for("tlm").row_tokens(
         np.array([10.0, 999.0]), 50
     ).tolist() == [10, 999]
 
@@ -148,7 +148,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(loader) -> None:
     for overlong in ("drop", "truncate"):
         made = loader("tlm", "data.max_length=28", f"data.overlong={overlong}")
         mixture, dataset = mixture_of(made), made.dataset()
-        beyond = made.calibration.estimate_for("tlm").beyond
+        beyond = made.calibration.correction_for("tlm").beyond
         assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
         found = []
         for _ in range(4):

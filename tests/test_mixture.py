@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.streams import make_mixture, mono, pairs
 from xscale import rng
-from xscale.data.calibration import Calibration, Estimate
+from xscale.data.calibration import Calibration, Correction
 from xscale.data.mixture import (
     Mixture,
     Plan,
@@ -35,7 +35,7 @@ class FakeSource:
     def __init__(self, langs: str, counts: list[int], longest: int = 40, together: float = 0.0):
         """together: share of the records that go on the document of the record before."""
         self.name, self.fingerprint = langs, f"{langs} {counts}"
-        self.pair = "-".join(sorted(langs.split("-")))
+        self.sorted_name = "-".join(sorted(langs.split("-")))
         self.counts, self.records = np.array(counts), sum(counts)
         self.remote = None
         self.sizes = [np.random.default_rng(i).integers(1, longest, count) for i, count in enumerate(counts)]
@@ -61,7 +61,7 @@ STREAMS = [
     pairs("tlm", (2, 3), 13),
     pairs("again", (2,), 3),
 ]
-ESTIMATES = {"again": Estimate(ratio=2.0, beyond=0.0)}
+CORRECTIONS = {"again": Correction(ratio=2.0, beyond=0.0)}
 
 
 def mixture(
@@ -71,7 +71,7 @@ def mixture(
     *,
     sources: list[Any] = SOURCES,
     streams: list[Stream] = STREAMS,
-    estimates: dict[str, Estimate] = ESTIMATES,
+    corrections: dict[str, Correction] = CORRECTIONS,
     seed: int = 5,
     alpha: float = 0.7,
     state: dict[str, Any] | None = None,
@@ -79,7 +79,7 @@ def mixture(
     return make_mixture(
         streams,
         sources,
-        Calibration([(1.0, 0.0)] * len(sources), estimates),
+        Calibration([(1.0, 0.0)] * len(sources), corrections),
         seed=seed,
         alpha=alpha,
         max_length=LENGTH,
@@ -172,7 +172,7 @@ def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
     streams = [pairs("tlm", (2,), 12), pairs("ppa", (2,), 12)]
     shares, batches = [], []
     for ratio in (1.0, 3.0):
-        arguments: Any = {"streams": streams, "estimates": {"ppa": Estimate(ratio=ratio)}}
+        arguments: Any = {"streams": streams, "corrections": {"ppa": Correction(ratio=ratio)}}
         plan = mixture(0, 4, **arguments).next_plan()
         table = plan.tables["ppa"]
         tokens = plan.tables["tlm"].tokens.sum() + ratio * table.tokens.sum()

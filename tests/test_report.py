@@ -112,7 +112,7 @@ def test_a_curve_is_drawn_as_the_file_has_it() -> None:
 def test_a_long_curve_is_thinned_to_means_of_equal_ranges() -> None:
     values = np.random.default_rng(1).normal(size=1000)
     values[300:330] = np.nan
-    thinned = charts.thin_out(pd.Series(values, np.arange(1000)))
+    thinned = charts.downsample_by_mean(pd.Series(values, np.arange(1000)))
     assert thinned.to_numpy() == pytest.approx(
         pd.Series(values).groupby(np.arange(1000) // 10).mean().to_numpy(), nan_ok=True
     )
@@ -186,7 +186,7 @@ def result_file(path: Path, model: str, right: dict[str, np.ndarray], **more: An
         rows[row] = scores | {"sentences": float(len(right_S))}
     results: Any = {"retrieval": rows} if rows else {}
     results |= more.pop("results", {})
-    content = {"model": model, "results": results, "intervals": bootstrap.intervals(results)}
+    content = {"model": model, "results": results, "intervals": bootstrap.score_intervals(results)}
     path.write_text(json.dumps(content | {"resampled": bootstrap.resampled_scores(results)} | more))
     return path
 

@@ -183,7 +183,7 @@ def open_local_store(process: Process) -> dist.Store | None:
     )
 
 
-def check_interfaces() -> None:
+def check_gloo_interfaces() -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
     known = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
@@ -213,7 +213,7 @@ def join_process_group(process: Process) -> None:
     disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
-    check_interfaces()
+    check_gloo_interfaces()
     if process.world == 1:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     if process.world == process.local_world:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from xscale.data.calibration import Calibration, Estimate
+from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus
 from xscale.data.loader import StepDataset, collate_context
 from xscale.data.mixture import Mixture, Plan
@@ -49,20 +49,20 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
     for source in sources:
         fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
     fitted = Calibration(host_group.divide_work(fits), {})
-    by_phase = list[dict[str, Estimate]]()
+    by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
         context = Schedule.constant(collate_context(corpus, phase.data, seed))
         dataset = StepDataset(sources, Schedule.constant(streams), context, seed)
-        works = list[Callable[[], Estimate]]()
+        works = list[Callable[[], Correction]]()
         for stream in streams:
-            works.append(partial(estimate_stream, stream, phase.data, dataset, fitted))
+            works.append(partial(measure_correction, stream, phase.data, dataset, fitted))
         names = [stream.name for stream in streams]
         by_phase.append(dict(zip(names, host_group.divide_work(works), strict=True)))
     return Calibration(fitted.lines, by_phase[-1], by_phase[:-1])
 
 
-def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:
-    """Return the stream's estimate, from some samples that are tokenised. fitted: a calibration without streams."""
+def measure_correction(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Correction:
+    """Return the stream's correction, from some samples that are tokenised. fitted: a calibration without streams."""
     drawn = DRAWN
     longest: float = data.max_length
     if stream.packed:
@@ -89,7 +89,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
     rows = table.select(in_groups)._replace(row=row[in_groups])
     batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
-    return estimate_from_groups(
+    return correction_from_groups(
         estimated_tokens,
         groups,
         tokens=np.array([batch.sequences.lengths.sum() for batch in batches]),
@@ -115,14 +115,14 @@ def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> li
     return groups
 
 
-def estimate_from_groups(
+def correction_from_groups(
     estimated_tokens: np.ndarray,
     groups: list[np.ndarray],
     tokens: np.ndarray,
     max_length: float,
     too_long: np.ndarray | int = 0,
-) -> Estimate:
-    """Return a stream's estimate, computed from groups of tokenised samples.
+) -> Correction:
+    """Return a stream's correction, computed from groups of tokenised samples.
 
     estimated_tokens: the estimates of all drawn samples [samples]. groups: the indices of each group's samples, whose
     estimates are either all over max_length or all within it. tokens: the number of tokens of each group in a packed
@@ -142,7 +142,7 @@ def estimate_from_groups(
     beyond = None
     if over.any():
         beyond = round(float(tokens[over].sum() / samples[over].sum()), 1)
-    return Estimate(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens)), 4))
+    return Correction(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens)), 4))
 
 
 def fit_tokens_to_bytes(

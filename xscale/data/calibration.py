@@ -14,7 +14,7 @@ from xscale.recipe import Schedule
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Correction:
     """The statistics of a stream. They correct the estimates from bytes to the tokens in packed rows."""
 
     ratio: float = 1.0
@@ -41,9 +41,9 @@ class Calibration:
 
     lines: list[tuple[float, float]]
     """(a, b) of each source: a record has about a * (number of its bytes) + b tokens."""
-    streams: dict[str, Estimate]
+    streams: dict[str, Correction]
     """The statistics of each stream, by its name, after the last phase."""
-    phases: list[dict[str, Estimate]] = field(default_factory=list)
+    phases: list[dict[str, Correction]] = field(default_factory=list)
     """The statistics of each stream, by its name, in each phase."""
 
     def by_step(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
@@ -51,9 +51,9 @@ class Calibration:
         phases = [Calibration(self.lines, streams) for streams in self.phases]
         return Schedule(ends, (*phases, self))
 
-    def estimate_for(self, stream: str) -> Estimate:
+    def correction_for(self, stream: str) -> Correction:
         """Return the stream's statistics. If it has none, return statistics that do not correct the estimates."""
-        return self.streams.get(stream) or Estimate()
+        return self.streams.get(stream) or Correction()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
         """Return the estimated tokens of records of a source [n_records]. source: the source's index. length: bytes of
@@ -67,11 +67,11 @@ class Calibration:
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Calibration":
         """Return the calibration whose `to_dict` is `tree`. Version 0.2 also saved statistics that are ignored here."""
-        estimates = list[dict[str, Estimate]]()
+        corrections = list[dict[str, Correction]]()
         for fields_of_streams in (tree["streams"], *tree["phases"]):
-            estimate_of_stream = dict[str, Estimate]()
+            correction_of_stream = dict[str, Correction]()
             for name, fields in fields_of_streams.items():
-                estimate_of_stream[name] = Estimate(fields["ratio"], fields["beyond"], fields["too_long"])
-            estimates.append(estimate_of_stream)
+                correction_of_stream[name] = Correction(fields["ratio"], fields["beyond"], fields["too_long"])
+            corrections.append(correction_of_stream)
         lines = [(a, b) for a, b in tree["lines"]]
-        return cls(lines, estimates[0], estimates[1:])
+        return cls(lines, corrections[0], corrections[1:])

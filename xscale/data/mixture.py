@@ -165,7 +165,7 @@ class Mixture:
                 pieces += self._take_samples(stream, source, samples, position)
             table = join_tables(pieces)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
-            calibration = self.calibrations.at(step).estimate_for(stream.name)
+            calibration = self.calibrations.at(step).correction_for(stream.name)
             tables[stream.name] = table
             tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
         tokens_of_samples = np.concatenate(list(tokens.values()))
@@ -297,12 +297,12 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: S
     """
     size_of_pair = defaultdict[str, float](float)
     for number in stream.read_sources:
-        size_of_pair[sources[number].pair] += sizes[number]
+        size_of_pair[sources[number].sorted_name] += sizes[number]
     total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))
     for place, number in enumerate(stream.sources):
         if number not in stream.idle:
-            size = size_of_pair[sources[number].pair]
+            size = size_of_pair[sources[number].sorted_name]
             weights[place] = size**alpha / total * sizes[number] / size
     return weights
 

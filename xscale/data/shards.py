@@ -99,7 +99,7 @@ class Source:
         return "-".join(self.langs)
 
     @property
-    def pair(self) -> str:
+    def sorted_name(self) -> str:
         return pair_name(self.langs)
 
     @cached_property
@@ -491,7 +491,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
             sources.append(Source(remote.folder, remote))
             continue
         folders = list_source_folders(location)
-        check_folders_without_index(location, folders)
+        check_folders_beside_sources(location, folders)
         if not folders:
             raise UserError(
                 f"--data {location}: there is no index.json in this folder or in a folder directly below it. Write "
@@ -510,7 +510,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
     return sources
 
 
-def check_folders_without_index(directory: Path, with_index: list[Path]) -> None:
+def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> None:
     """Raise UserError if a folder beside the sources cannot be read, or has shards but no index.json, like an
     incomplete copy."""
     if not with_index or directory in with_index:

@@ -67,7 +67,7 @@ def languages_and_pairs(sources: Sequence[Source], chosen_numbers: Collection[in
     """Return the languages and pairs of the chosen sources, in alphabetical order."""
     names = set[str]()
     for source in chosen_numbers:
-        names.update((sources[source].pair, *sources[source].langs))
+        names.update((sources[source].sorted_name, *sources[source].langs))
     return tuple(sorted(names))
 
 
@@ -121,7 +121,7 @@ def check_data_languages(languages: list[str] | None, sources: list[Source]) -> 
     if absent:
         available = set[str]()
         for source in sources:
-            available |= {source.pair, *source.langs}
+            available |= {source.sorted_name, *source.langs}
         raise UserError(
             f"data.languages: --data has no text in {', '.join(absent)}, only in {', '.join(sorted(available))}. "
             "Correct data.languages, or add shards to --data"
@@ -145,7 +145,7 @@ def select_sources(
             chosen.append(number)
     absent = absent_languages(languages, [sources[number] for number in chosen])
     if absent or not chosen:
-        available = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
+        available = ", ".join(f"{source.sorted_name} ({source.kind})" for source in sources)
         missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""
         raise UserError(
             f"streams.{stream} reads {'sentence pairs' if record_kind == 'pair' else 'monolingual text'}{missing}, "

@@ -115,7 +115,7 @@ def map_scores(results: ScoreTree[float], function: Callable[[Score], list[float
     return mapped
 
 
-def intervals(results: ScoreTree[float]) -> ScoreTree[list[float]]:
+def score_intervals(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with [low, high] in place of each Score, and without other numbers."""
     return map_scores(results, lambda score: list(score.interval))
 

@@ -117,7 +117,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     if not streams:
         raise UserError(
             "no stream of the recipe can read the evaluation data "
-            f"({', '.join(source.pair for source in sources)}). Use other data, or remove the task"
+            f"({', '.join(source.sorted_name for source in sources)}). Use other data, or remove the task"
         )
     return streams
 
@@ -203,12 +203,14 @@ class RetrievalTask:
 
     def measure(self) -> Results:
         """Return the results row `all` with the mean accuracy, and a row for each source."""
-        pairs = [source.pair for source in self.sources]
+        pairs = [source.sorted_name for source in self.sources]
         results: Results = {}
         self.model.encoder.eval()
         for source, texts in zip(self.sources, self.texts, strict=True):
             self.note()
-            row = source.pair if pairs.count(source.pair) == 1 else f"{source.pair} ({source.directory})"
+            row = source.sorted_name
+            if pairs.count(row) > 1:
+                row += f" ({source.directory})"
             (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
         self.model.encoder.train()
         accuracies = [scores["accuracy"] for scores in results.values()]

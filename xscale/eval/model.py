@@ -14,7 +14,7 @@ from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.bootstrap import intervals, resampled_scores
+from xscale.eval.bootstrap import resampled_scores, score_intervals
 from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
 from xscale.models.encoder import Encoder
@@ -94,5 +94,5 @@ def write_results(out: Path, model: Path, results: dict[str, dict[str, Scores]],
     """Write the JSON file of a model's scores, with their intervals and their values in resampled texts. All models are
     resampled with the same sentences, so values of two models can be subtracted. results: {task: {results row:
     scores}}."""
-    content = {"model": str(model), "results": results, "intervals": intervals(results), **further_fields}
+    content = {"model": str(model), "results": results, "intervals": score_intervals(results), **further_fields}
     files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")

@@ -140,7 +140,7 @@ def plan_alignment(args: argparse.Namespace, sources: list[Source]) -> list[Resu
             sources=sources,
             lexicon_paths=list(dict.fromkeys(paths)),
         )
-        rows.setdefault(source.pair, ResultsRow("alignment", source.pair, source.directory, evaluate))
+        rows.setdefault(source.sorted_name, ResultsRow("alignment", source.sorted_name, source.directory, evaluate))
     return list(rows.values())
 
 
@@ -148,7 +148,7 @@ def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[Result
     rows = []
     for source in require_pair_sources(args, sources):
         evaluate = partial(heldout.evaluate, source=source, limit=args.limit or RECORDS)
-        rows.append(ResultsRow("heldout", source.pair, source.directory, evaluate))
+        rows.append(ResultsRow("heldout", source.sorted_name, source.directory, evaluate))
     return rows
 
 
@@ -174,7 +174,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            row = ResultsRow("retrieval", source.pair, source.directory, partial(evaluate, source.langs, read))
+            row = ResultsRow("retrieval", source.sorted_name, source.directory, partial(evaluate, source.langs, read))
             rows.append(row)
     return rows
 

@@ -41,14 +41,14 @@ def attention(
     recomputed call draws the same mask; only PyTorch's flash kernel draws from CUDA's generator instead. window: a
     token attends only to positions with |i - j| <= window.
     """
-    if runs_flash(qkv_NX, heads):
+    if supports_flash(qkv_NX, heads):
         if longest <= LONGEST and qkv_NX.shape[1] // (3 * heads) in WIDTHS:
             return short_attention(qkv_NX, starts_B1, longest, seed, heads, dropout, window)
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
     return _BlockAttention.apply(qkv_NX, tuple(lengths_B.tolist()), seed, heads, dropout, window)
 
 
-def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
+def supports_flash(qkv_NX: Tensor, heads: int) -> bool:
     """Return True if PyTorch's flash kernel accepts the input: 16 bits, Ampere or newer, and a head width that is a
     multiple of 8, up to 128. Our kernel for short sequences needs the same."""
     head = qkv_NX.shape[1] // (3 * heads)

@@ -62,7 +62,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
             f"words of an entry must be two different tokens. Set streams.{context.stream}.subwords=mean, which "
             "also uses words of several tokens"
         )
-    picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
+    picked = draw_share_of_entries(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)
     target = target.select_lists(picked)
     ids = np.concatenate([source.values, target.values])
@@ -74,7 +74,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     )
 
 
-def entries_of_row(total: int, per_step: int | None, context: CollateContext) -> np.ndarray:
+def draw_share_of_entries(total: int, per_step: int | None, context: CollateContext) -> np.ndarray:
     """Return the indices of the dictionary entries that this row uses, its share of the step's entries."""
     if per_step is None or per_step >= total:
         return np.arange(context.row, total, context.rows)

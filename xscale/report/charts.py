@@ -40,7 +40,7 @@ def draw_chart(lines: Lines, title: str) -> str:
     last numbers are shown. title: has the name of the metric, which says whether high or low numbers are worse."""
     legend = ""
     if len(lines) > len(COLOURS):
-        ends = pd.Series({label: thin_out(curve).iloc[-1] for label, curve in lines.items()})
+        ends = pd.Series({label: downsample_by_mean(curve).iloc[-1] for label, curve in lines.items()})
         shown = ends.sort_values(ascending=direction(title) > 0).index[: len(COLOURS)]
         lines = {label: lines[label] for label in shown}
         legend = f"the {len(lines)} worst of {len(ends)} curves"
@@ -49,7 +49,7 @@ def draw_chart(lines: Lines, title: str) -> str:
         figure = Figure((3.4, 2.1 + 0.15 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, "os^Dv<>P", strict=False):
-            points = thin_out(curve)
+            points = downsample_by_mean(curve)
             axes.plot(points.index, points, color=colour, marker=marker, markevery=len(points) // 8 + 1, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -60,7 +60,7 @@ def draw_chart(lines: Lines, title: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def thin_out(curve: pd.Series) -> pd.Series:
+def downsample_by_mean(curve: pd.Series) -> pd.Series:
     """Return the means of at most MOST_POINTS equal parts of a curve, by the mean step of each part. Missing numbers
     are left out."""
     parts = np.arange(len(curve)) * MOST_POINTS // len(curve)

@@ -125,13 +125,13 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
     for name in dict.fromkeys(chain.from_iterable(models.values())):
         row: list[Cell] = [name.row, name.metric]
         for scores in models.values():
-            row.append(score_cell(scores[name]) if name in scores else absent)
+            row.append(format_score_and_interval(scores[name]) if name in scores else absent)
         row += [difference_cell(name, first.get(name), other.get(name)) for other in others]
         tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
     section.tables = list(tables.values())
 
 
-def score_cell(score: float) -> Cell:
+def format_score_and_interval(score: float) -> Cell:
     """Return a cell such as `0.94 [0.92, 0.96]`."""
     text = format_cell(score)
     if isinstance(score, Score):

@@ -76,8 +76,8 @@ def read_run(folder: Path) -> Run:
         to_curves(metrics),
         to_curves(scores),
         last,
-        read_file(folder / "config.yaml", yaml.safe_load, {}),
-        read_file(folder / "status.json", json.loads, {}),
+        read_json_or_yaml(folder / "config.yaml", yaml.safe_load, {}),
+        read_json_or_yaml(folder / "status.json", json.loads, {}),
     )
 
 
@@ -99,7 +99,7 @@ def read_results(paths: list[Path]) -> dict[str, Results]:
     UserError for a file that is not a result file."""
     models: dict[str, Results] = {}
     for path in paths:
-        evaluation = parse_evaluation(read_file(path, json.loads), path)
+        evaluation = parse_evaluation(read_json_or_yaml(path, json.loads), path)
         results = evaluation.to_results()
         name = evaluation.model or path.stem
         if results.keys() & models.get(name, {}).keys():
@@ -121,7 +121,7 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         ) from None
 
 
-def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> Any:
+def read_json_or_yaml(path: Path, parse: Callable[[str], Any], default: Any = None) -> Any:
     """Return the content of a JSON or YAML file. If there is a default, it is returned if there is no file, or if the
     content is of another type. Raises UserError."""
     try:

@@ -72,7 +72,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
         length = recipe.data.max_length
         where = "" if recipe is loader.recipe else " in a phase of the run"
         for stream in streams:
-            share = calibration.estimate_for(stream.name).too_long
+            share = calibration.correction_for(stream.name).too_long
             if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
                 lines.append(
                     f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because they are "
@@ -94,9 +94,9 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
         unlisted = sorted(path.name for path in source.directory.glob("*.tar") if path.name not in listed)
         if unlisted:
             lines.append(
-                f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as {unlisted[0]}, "
-                f"because index.json does not list them. After `xscale data index {source.directory}`, a new run "
-                "reads them"
+                f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
+                f"{unlisted[0]}, because index.json does not list them. After `xscale data index {source.directory}`, "
+                "a new run reads them"
             )
     return lines
 
@@ -114,5 +114,5 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
             if stream.packed:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
-            texts.append(f"{loader.corpus.sources[number].pair} {weight:.2%} ({epochs:,.2f} epochs)")
+            texts.append(f"{loader.corpus.sources[number].sorted_name} {weight:.2%} ({epochs:,.2f} epochs)")
         yield f"stream {stream.name} reads {stream.samples:,} samples per step: {', '.join(texts)}"

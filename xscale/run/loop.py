@@ -161,7 +161,7 @@ class Trainer:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
         self.metrics.flush()
         self.metrics.sync()
-        self.evaluations.lines.flush(to_disk=True)
+        self.evaluations.lines.try_flush(to_disk=True)
         loader = self.loader
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),

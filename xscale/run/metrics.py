@@ -71,13 +71,14 @@ class JsonLines:
         self.file = path.open("ab", buffering=0)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line. It stays in memory until `flush`. A number that is not finite becomes null."""
+        """Add a line. It stays in memory until `try_flush`. A number that is not finite becomes null."""
         if self.file:
             line = json.dumps(_null_if_not_finite(entry), ensure_ascii=False, allow_nan=False)
             self.waiting += f"{line}\n".encode()
 
-    def flush(self, to_disk: bool = False) -> None:
-        """Write the lines that wait. to_disk: and sync them to the disk. Raises OSError if too many lines wait."""
+    def try_flush(self, to_disk: bool = False) -> None:
+        """Write the lines that wait. If the disk is full, they keep waiting. to_disk: and sync them to the disk. Raises
+        OSError if too many lines wait."""
         if self.file is None:
             return
         was_failing = self.failing
@@ -105,7 +106,7 @@ class JsonLines:
 
     def finish(self) -> None:
         """Write the lines that wait, at the end of the run, and log how many could not be written."""
-        self.flush(to_disk=True)
+        self.try_flush(to_disk=True)
         if self.waiting:
             missing = self.waiting.count(b"\n")
             LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
@@ -276,8 +277,8 @@ class RunMetrics:
         for entry in entries:
             self.lines.write(entry)
             self.log_progress(entry)
-        self.lines.flush()
-        self.trace.flush()
+        self.lines.try_flush()
+        self.trace.try_flush()
         self.board.write(entries)
         for entry, step in zip(entries, steps, strict=True):
             self.check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
@@ -336,8 +337,8 @@ class RunMetrics:
 
     def sync(self) -> None:
         """Write all lines to disk, before a checkpoint says that their steps are done."""
-        self.lines.flush(to_disk=True)
-        self.trace.flush(to_disk=True)
+        self.lines.try_flush(to_disk=True)
+        self.trace.try_flush(to_disk=True)
 
     def log_progress(self, entry: dict[str, Any]) -> None:
         """Log a progress line from time to time, such as

@@ -207,7 +207,7 @@ def prefill_loader(loader: Loader, stream_name: str) -> Loader:
     (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
     corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
-    calibration = Calibration(loader.calibration.lines, {name: loader.calibration.estimate_for(stream_name)})
+    calibration = Calibration(loader.calibration.lines, {name: loader.calibration.correction_for(stream_name)})
     return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
 

@@ -64,7 +64,7 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def rename_columns(row: Columns) -> Columns:
+def add_canonical_columns(row: Columns) -> Columns:
     """Return the columns of a row, also with the names that they have here."""
     renamed = dict(row)
     for name_in_row, name in COLUMN_NAMES.items():
@@ -110,7 +110,7 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[s
             continue
         if not names:
             names = list(map(str.lower, fields))
-            if set(columns[:-1]) <= rename_columns(dict.fromkeys(names)).keys():
+            if set(columns[:-1]) <= add_canonical_columns(dict.fromkeys(names)).keys():
                 continue
             names = list(columns)
         if len(fields) != len(names):

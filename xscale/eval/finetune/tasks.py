@@ -26,13 +26,13 @@ from xscale.eval.finetune.examples import (
     Columns,
     LabelledExample,
     LeftOut,
+    add_canonical_columns,
     column_value,
     print_once,
     read_squad,
     read_tab_separated,
     read_table,
     read_tagged_sentences,
-    rename_columns,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
 from xscale.eval.model import Scores
@@ -332,7 +332,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     reasons: Counter[str] = Counter()
     for place, columns in islice(rows_in_language, limit):
         try:
-            example = task.make_example(rename_columns(columns))
+            example = task.make_example(add_canonical_columns(columns))
             examples.append(replace(example, languages=(language, language), path=path, place=place))
         except LeftOut as left_out:
             reasons[str(left_out)] += 1
