@@ -23,7 +23,11 @@ def run(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         code = 4 if error.errno in ENVIRONMENT_ERRNOS else 2
-        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        place = error.filename or "a file"
+        print(
+            f"error: {place}: {error.strerror or error}. Remove the cause of the error, then start the command again",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

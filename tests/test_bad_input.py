@@ -365,7 +365,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
-            "record 0: .* a text or a language is empty or not a string",
+            "record 0: .* in langs or texts, where only strings that are not blank are allowed",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],
@@ -381,7 +381,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("0.json", b"{")], ".*record.*JSON"),
         ([("0.json", b'{"langs": "en", "texts": "ab"}')], ".*record.*lists"),
         ([("0.json", b'{"langs": ["en"], "texts": ["a", "b"]}')], ".*record.*1 langs and 2 texts"),
-        ([("0.json", b'{"langs": ["en"], "texts": [" "]}')], ".*record.*empty"),
+        ([("0.json", b'{"langs": ["en"], "texts": [" "]}')], ".*record.*not blank"),
         ([("0.json", b'{"langs": ["en", "de"], "texts": ["a", "b"], "links": [[0, 0]]}')], ".*record.*links"),
         ([("0.en.txt", b"\xff")], ".*record.*utf-8"),
         ([("0.jpg", b"x")], ".*record.*0'"),
@@ -447,7 +447,8 @@ def test_a_refusal_of_the_machine_s_is_a_line(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stopped:
         run(lambda: write_shards.main(words))
     assert stopped.value.code == 4
-    assert capsys.readouterr().err == f"error: {tmp_path / 'text' / 'out.incomplete'}: Not a directory\n"
+    line = f"error: {tmp_path / 'text' / 'out.incomplete'}: Not a directory. Remove the cause of the error, "
+    assert capsys.readouterr().err == line + "then start the command again\n"
 
 
 def test_a_mask_token_that_is_another_s(tmp_path: Path) -> None:

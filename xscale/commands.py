@@ -85,7 +85,7 @@ def print_usage_and_exit(word: str, module: str, usage: str) -> None:
     print(usage, file=sys.stderr)
     if word:
         print(
-            f"error: {removed_name_error(module) or f'{word!r} is unknown; the known names are listed above'}",
+            f"error: {removed_name_error(module) or f'{word!r} is unknown. Use one of the names in the list above'}",
             file=sys.stderr,
         )
     sys.exit(2)

@@ -118,9 +118,10 @@ def check_arguments(words: list[str]) -> None:
         if removed := removed_flag_error(word):
             raise UserError(removed)
         if not word or (word.startswith("--") and word.endswith("=")):
-            raise UserError(
-                f"{word or before} is empty, perhaps because a shell variable is not set. Write a value".strip()
-            )
+            place = word or before
+            if not place.startswith("-"):
+                place = f"the argument after {before or 'the command'}"
+            raise UserError(f"{place} is empty, perhaps because a shell variable is not set. Write a value")
         if not can_be_encoded(word):
             raise UserError(
                 f"{word!r} is not UTF-8. Rename the file, or set LC_ALL to a locale with the encoding of the file name"

@@ -41,8 +41,11 @@ class Record(NamedTuple):
         """Return the record with these fields. Raises ValueError if a field is absent or empty, or has a wrong type."""
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the record must have the fields key, langs and texts ({error})") from None
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"{fields!r:.60} is not a record. A record needs the fields key, langs and texts, with lists as langs "
+                "and texts"
+            ) from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
             raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key must be a string")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
@@ -52,7 +55,10 @@ class Record(NamedTuple):
             )
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
-                raise ValueError(f"record {key!r}: a text or a language is empty or not a string")
+                raise ValueError(
+                    f"record {key!r} has {text!r:.60} in langs or texts, where only strings that are not blank are "
+                    "allowed"
+                )
         links = fields.get("links")
         doc = fields.get("doc")
         if not isinstance(links, str | None) or not isinstance(doc, str | int | None):

@@ -72,7 +72,7 @@ class CheckpointManager:
         if step == self.saved:
             return
         started = time.monotonic()
-        self.note(f"saving step {step}")
+        self.note(f"saving the checkpoint of step {step}")
         written = self._write(step)
         self.host_group.value_from_main(lambda: check_types(self.partial_path_of_step(step), written))
         problem = self._publish(step, manifest, written)
@@ -86,7 +86,8 @@ class CheckpointManager:
             if self.host_group.is_main:
                 LOG.error(
                     f"{self.folder}: the checkpoint of step {step} could not be saved ({problem}). Training "
-                    "continues, and the next checkpoint will be saved as usual. Older checkpoints are complete"
+                    "continues, and older checkpoints are complete. Remove the cause of the error before the next "
+                    "checkpoint"
                 )
             return
         self.saved = step
@@ -97,7 +98,7 @@ class CheckpointManager:
             if self.good is not None:
                 needed_steps.add(self.good)
             store.remove_old(self.folder, self.keep, needed_steps)
-        LOG.info(f"saved {self.path_of_step(step)} in {time.monotonic() - started:.2f} s")
+        LOG.info(f"saved the checkpoint {self.path_of_step(step)} in {time.monotonic() - started:.2f} s")
 
     def _contents_of_own_files(self, step: int) -> dict[str, Any]:
         """Return the content of this rank's files, by their names. All ranks call it together."""
@@ -136,14 +137,14 @@ class CheckpointManager:
         folder = self.partial_path_of_step(step)
         names = list(contents)
         for name in names:
-            self.note(f"saving step {step}: writing {name}")
+            self.note(f"saving the checkpoint of step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
         if self.host_group.is_main:
             self.write_model(step, folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
         for name in names:
-            self.note(f"saving step {step}: syncing {name} to the disk")
+            self.note(f"saving the checkpoint of step {step}: syncing {name} to the disk")
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
@@ -198,5 +199,6 @@ def check_types(folder: Path, written: WrittenFiles) -> None:
             files.remove(folder)
             raise UserError(
                 f"the checkpoint's file {name} has the Python types {', '.join(foreign)}, which xscale does not "
-                "know and would refuse to load. Install the version of DeepSpeed that constraints.txt names"
+                "know and would refuse to load. Install the version of DeepSpeed that constraints.txt in the "
+                "repository of xscale names"
             )

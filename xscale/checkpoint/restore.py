@@ -81,7 +81,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     problem = store.find_damage(path, host_group)
     if problem:
         raise UserError(
-            f"checkpoint {path} is damaged ({problem}). Restore the checkpoint from a copy, or name another checkpoint"
+            f"checkpoint {path} is damaged ({problem}). Restore the checkpoint from a copy, or use another checkpoint"
         )
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:

@@ -82,8 +82,8 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(
-            f"{path} is neither a run with a complete checkpoint nor a checkpoint (it has no {MANIFEST}). Use a "
-            "run or a checkpoint"
+            f"{path} has no complete checkpoint (a folder step_N with the file {MANIFEST}). Use the folder of a run, "
+            "or the folder of a checkpoint"
         )
     return steps[-1]
 
@@ -153,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError("the content of the manifest does not have the SHA-256 in the manifest")
+            raise ValueError(f"the SHA-256 of its content is not the SHA-256 that its key {OWN_HASH} has")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
@@ -161,14 +161,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
             if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
                 raise ValueError(
-                    f"another version of xscale wrote it, with {key}. Continue the run with that version, or export "
-                    "the model with it and set model.init to the export"
+                    f"another version of xscale wrote the checkpoint, with the key {key}. Continue the run with that "
+                    "version, or export the model with that version and set model.init to the export"
                 )
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
-            raise ValueError(f"the key `state` belongs to another step than {checkpoint.step}")
+            raise ValueError(f"the key `state` has the step {checkpoint.state.get('step')}, not {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a checkpoint of this version: {MANIFEST} cannot be used ({error})") from None
+        raise UserError(
+            f"{path} is not a checkpoint that this version of xscale can use, because of its {MANIFEST}: {error}. Use "
+            "another checkpoint"
+        ) from None
     return checkpoint
 
 

@@ -212,7 +212,7 @@ def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[So
         if source.linked_pairs < pairs:
             raise UserError(
                 f"streams.{stream} needs word links, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs in "
-                f"{source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
+                f"{source.directory} have no links. Write these shards again by `xscale data write_shards pairs ... "
                 "--align` (or `--links FILE`), or by `xscale data prepare` with `align: true` and `shards: "
                 f"{source.directory}` as a source in corpus.yaml"
             )
@@ -326,6 +326,6 @@ def check_tokenizer_of_init(init: str | None, init_directory: Path | str | None,
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
             f"model.init {init} was trained with the tokenizer in {init_directory}, and this run has another "
-            f"tokenizer. Set model.tokenizer={init_directory}, or add tokens to the model's vocabulary "
-            "(docs/how-to/add-language.md)"
+            f"tokenizer, {tokenizer.hf.name_or_path}. Set model.tokenizer={init_directory}, or add tokens to the "
+            "model's vocabulary (docs/how-to/add-language.md)"
         )

@@ -145,7 +145,7 @@ class StepDataset(Dataset):
             for _, sample in groupby(row_examples, key=lambda example: example.number):
                 samples.append(list(sample))
             context = replace(shared, row=row * plan.world + plan.rank)
-            with adding_note(f"streams.{stream.name}, objective {stream.objective_name}: collate"):
+            with adding_note(f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"):
                 stream_batch = stream.objective.collate(samples, stream.options, context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             stream_batch = replace(

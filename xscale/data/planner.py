@@ -126,12 +126,12 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        how = "gone; another rank of this node had started the process"
+        how = "has ended; another rank of this node had started the process"
         if planner:
             planner.join()
             code = planner.exitcode or 0
-            how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"gone (exit code {code})"
-        raise RuntimeError(f"the process that plans the steps is {how}") from None
+            how = f"was killed by signal: {signal.strsignal(-code)}" if code < 0 else f"has ended (exit code {code})"
+        raise RuntimeError(f"the process that plans the steps {how}") from None
     finally:
         if planner and (left or not shared):
             atexit.unregister(planner.kill)

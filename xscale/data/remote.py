@@ -141,7 +141,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
         raise UserError(
             f"--data {redact(url)}: the URL cannot be opened ({error}). Correct the URL, or install the package "
-            "for its protocol"
+            "for the protocol of the URL"
         ) from None
 
 

@@ -143,9 +143,9 @@ class Source:
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
                 f"{self.directory}: the word links were made with the word boundaries {self.segmentation}, and "
-                f"this version of xscale knows only the word boundaries of version {words.VERSION} and older. "
-                "Write the shards again from the text: `xscale data write_shards pairs ... --align` (or `--links "
-                "FILE`)"
+                f"this version of xscale knows only the word boundaries of version {words.VERSION} and older. Use a "
+                "newer version of xscale, or write the shards again from the text: `xscale data write_shards pairs "
+                "... --align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -406,14 +406,17 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         raise UserError(f"{path} not found. Write the index by `xscale data index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index, dict):
+            raise ValueError("the file is not a JSON object")
         version = index["version"]
         if type(version) is int and version == FORMAT_VERSION:
             return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
+        reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
         raise UserError(
-            f"{path} is not an index of shards ({error}). Write the index again by `xscale data index {directory}`"
+            f"{path} is not an index of shards ({reason}). Write the index again by `xscale data index {directory}`"
         ) from None
     except OSError as error:
         raise UserError(
@@ -431,7 +434,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
-            raise ValueError(f"{name} {index[name]!r} is not a {kind.__name__}")
+            raise ValueError(f"the field {name} has the value {index[name]!r} instead of a {kind.__name__}")
     check_language_names(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
         raise ValueError(f"kind {index['kind']!r} does not fit langs {index['langs']}")
@@ -440,7 +443,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} must be a JSON object")
     if type(index.get("linked", 0)) is not int:
-        raise ValueError(f"linked {index['linked']!r} is not a number")
+        raise ValueError(f"linked {index['linked']!r} is not a whole number")
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
@@ -454,15 +457,18 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
             )
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("the name of a shard occurs twice")
-    if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} is not the sum of the shards' records")
+    total = sum(shard.records for shard in shards)
+    if not shards or index["records"] != total:
+        raise ValueError(f"records {index['records']} is not the sum of the shards' records, {total}")
     return shards
 
 
 def check_language_names(langs: list[str] | tuple[str, ...]) -> None:
     """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
-        raise ValueError(f"langs {list(langs)} are not names of languages")
+        raise ValueError(
+            f"langs {list(langs)} are not names of languages, such as en. A name must not have spaces or slashes"
+        )
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
         raise ValueError(f"langs {list(langs)} must be one language or two different languages")
 

@@ -142,8 +142,8 @@ class Tokenizer:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(
-                f"tokenizer {path} is a slow tokenizer of transformers, and xscale needs a fast one. Convert the "
-                "tokenizer to a tokenizer.json"
+                f"tokenizer {path} is a slow tokenizer of transformers, and xscale needs a fast tokenizer. Convert "
+                "the tokenizer to a tokenizer.json"
             )
         self.hf = tokenizer
         check_special_tokens(path, special, tokenizer.mask_token)

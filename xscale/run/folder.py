@@ -61,7 +61,7 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
         raise DirectoryTaken(
-            f"--out {out} already has a run, and --resume never starts only new runs. Write --resume auto to "
+            f"--out {out} already has a run, and `--resume never` can only start a new run. Write `--resume auto` to "
             f"continue the run in {out}, or choose another --out"
         )
     if saved and (differences := identity_differences(saved, identity)):
@@ -247,7 +247,7 @@ def exit_code_and_message(error: Exception) -> tuple[int, str]:
         for phrases, code, advice in CAUSES:
             if any(phrase in text for phrase in phrases):
                 return code, advice.format(text.splitlines()[0])
-    return FAULT, "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
+    return FAULT, ": ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
 
 
 class Status:

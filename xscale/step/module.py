@@ -62,7 +62,8 @@ class StepModule(nn.Module):
 
     def naming_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, its objective and the objective's function."""
-        return adding_note(f"streams.{stream}, objective {self.streams[stream].objective}: {function}")
+        objective = self.streams[stream].objective
+        return adding_note(f"streams.{stream}: the function {function} of the objective {objective}")
 
     def objective_parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)

@@ -236,7 +236,8 @@ def divisor_of_term(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = totals.get(count_key(key.stream, counted))
     assert count is not None, (
-        f"streams.{key.stream}, objective {objective}: the target_counts that collate returned do not have {counted}"
+        f"streams.{key.stream}: the function collate of the objective {objective}: the returned target_counts do not "
+        f"have {counted}"
     )
     return max(count, 1)
 
