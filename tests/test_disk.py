@@ -66,7 +66,7 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "no sync here")))
         lines.try_flush(to_disk=True)
-    assert not lines.failing and "no sync here. The last lines of the file may be lost" in caplog.text
+    assert not lines.failing and "no sync here). The last lines of the file may be lost" in caplog.text
 
     monkeypatch.setattr(metrics, "MOST_WAITING", 60)
     disk.room = 0

@@ -60,7 +60,7 @@ def test_a_plan_for_another_machine(
     words += ["--set", "streams.mlm.samples=6", "streams.tlm.samples=20"] if device == "" else []
     dry_run(launch.parse_arguments(words), ALONE)
     told = capsys.readouterr().out
-    assert f"ranks: 64 of {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
+    assert f"ranks: 64 processes on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert ("26 samples for 64 ranks, so 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)

@@ -51,7 +51,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     )
     print(*requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     print(
-        f"out: {args.out}, " + (f"the run continues from step {checkpoint.step}" if checkpoint else "a new run begins")
+        f"--out {args.out}: "
+        + (f"the run would continue from step {checkpoint.step}" if checkpoint else "a new run would begin")
     )
 
 
@@ -89,9 +90,9 @@ def requirement_lines(
     first = raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
-        f"ranks: {process.world} of {device} (one process each); a step has about {plan.row_tokens.sum():,.0f} "
-        f"tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each rank (train.max_tokens "
-        f"{loader.max_tokens(device):,}); precision: {config.precision}"
+        f"ranks: {process.world} processes on {device}; a step has about "
+        f"{plan.row_tokens.sum():,.0f} tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each "
+        f"rank (train.max_tokens {loader.max_tokens(device):,}); precision: {config.precision}"
     )
     samples = sum(stream.samples for stream in loader.streams)
     if samples < process.world:

@@ -41,12 +41,12 @@ def main() -> int:
         prog="xscale export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
-    add("out", type=Path, metavar="HF_DIR")
+    add("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR", help="folder of a checkpoint, or of a run")
+    add("out", type=Path, metavar="HF_DIR", help="new folder for the exported model")
     add(
         "--best",
         action="store_true",
-        help="export the best checkpoint (by checkpoint.best of the recipe), not the newest",
+        help="export the run's best checkpoint (by checkpoint.best of the recipe) instead of its newest checkpoint",
     )
     add(
         "--pooling",

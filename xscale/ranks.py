@@ -102,8 +102,8 @@ def check_alone() -> None:
     WORLD_SIZE is set."""
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         raise UserError(
-            "only one of the environment variables RANK and WORLD_SIZE is set. Set both RANK and WORLD_SIZE, or "
-            "unset both"
+            f"only one of the environment variables RANK ({os.environ.get('RANK') or 'not set'}) and WORLD_SIZE "
+            f"({os.environ.get('WORLD_SIZE') or 'not set'}) is set. Set both RANK and WORLD_SIZE, or unset both"
         )
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
     if tasks > 1:

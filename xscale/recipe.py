@@ -183,11 +183,14 @@ class TrainConfig:
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
         if self.warmup > self.steps:
-            raise ValueError(f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run")
+            raise ValueError(
+                f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run. Lower train.warmup, "
+                "or raise train.steps"
+            )
         if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
             raise ValueError(
                 f"decay: {self.decay:g} and warmup: {self.warmup:g} are together more than the {self.steps} steps "
-                "of the run"
+                "of the run. Lower train.decay or train.warmup, or raise train.steps"
             )
         return self
 
@@ -647,9 +650,9 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
         is_inner = len(details["loc"]) > 1
-        return f"{name}: unknown field" if is_inner else unknown_key(name, where, keys)
+        return f"{name}: unknown field. Remove the field" if is_inner else unknown_key(name, where, keys)
     if kind == "missing":
-        return f"{name}: the value is missing"
+        return f"{name}: the value is missing. Write a value"
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
         return f"{name}.{message}"

@@ -110,7 +110,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             "ranks by the launcher, such as deepspeed --num_gpus"
         )
     if args.fork and args.resume != "auto":
-        parser.error("remove --resume: a command with --fork begins the new run, and the same command resumes it later")
+        parser.error(
+            "--fork and --resume cannot be used together. Remove --resume: a command with --fork begins the new run, "
+            "and the same command later resumes the new run"
+        )
     if args.out and "://" in args.out:
         parser.error(f"--out {args.out} is a URL. Choose a folder")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)

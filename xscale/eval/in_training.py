@@ -231,5 +231,6 @@ def check_number_is_measured(results: dict[str, Results], path: str) -> None:
         raise UserError(
             f"checkpoint.best: the evaluation does not measure {path}. The task {task} has the rows "
             f"{', '.join(results[task])}; the row {row} has the numbers "
-            f"{', '.join(results[task].get(row, {})) or 'none'}"
+            f"{', '.join(results[task].get(row, {})) or 'none'}. Write TASK/ROW/NUMBER with one of these rows and its "
+            "numbers"
         )

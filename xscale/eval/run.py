@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
-    add("--task", nargs="+", choices=TASKS, required=True)
+    add("--task", nargs="+", choices=TASKS, required=True, help="what is measured (docs/how-to/evaluate.md)")
     add("--out", type=Path, help="JSON file for the scores")
     add("--data", type=Path, nargs="+", default=[], help="folders of shards with held-out text; task alignment may "
         "also read training text")  # fmt: skip

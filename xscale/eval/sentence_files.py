@@ -79,7 +79,7 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
         return SentenceVectors(
             pooling,
             f"the pooling of model.init {init}; the other modules of model.init for sentence-transformers are left "
-            "out, because they need the last layer",
+            "out, because these modules need the last layer",
         )
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):

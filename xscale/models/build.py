@@ -167,7 +167,7 @@ def build_encoder(
     if max_length > limit:
         raise UserError(
             f"data.max_length {max_length} is too large: model.init {init} can read sequences of at most {limit} "
-            "tokens. Lower data.max_length"
+            f"tokens. Set data.max_length to {limit} or less"
         )
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
     return Encoder(lm)
@@ -331,7 +331,8 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     if not embeddings:
         LOG.warning(
             f"model.init has language embeddings of {', '.join(known)}, but no stream of this run sets "
-            "language_embeddings, so all text gets the neutral embedding, which belongs to no language"
+            "language_embeddings, so all text gets the neutral embedding, which belongs to no language. To use the "
+            "language embeddings, set streams.NAME.language_embeddings=true"
         )
     elif known:
         for number, name in enumerate(known, start=1):

@@ -64,7 +64,7 @@ def _check_config(config: Any) -> None:
         )
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UserError(
-            f"{name}: the config.json of this {kind} model sets is_decoder or add_cross_attention, so it is a "
+            f"{name}: the config.json of this {kind} model sets is_decoder or add_cross_attention, so the model is a "
             "decoder. Use an encoder"
         )
     if positions not in ("absolute", "sans_pos"):

@@ -119,8 +119,8 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
     if not sides:
         raise UserError(
             f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, and no text in the anchor language "
-            f"{anchor!r} of the stream. Change the stream's field `anchor`, or set its field `languages` to pairs "
-            f"with {anchor!r}"
+            f"{anchor!r} of a stream with the objective contextual. Change the field `anchor` of the stream, or set "
+            f"the field `languages` of the stream to pairs with {anchor!r}"
         )
     return sides[0]
 

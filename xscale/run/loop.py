@@ -109,7 +109,7 @@ class Trainer:
             is_best = self.evaluations.after_step(number)
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:
                 self.save(must_succeed=number == steps)
-        LOG.info(f"done: {steps} steps, {self.context.out}")
+        LOG.info(f"done: {steps} steps of the run in {self.context.out}")
         return DONE
 
     def train_step(self, step: AgreedStep, started: float) -> UnreportedStep:

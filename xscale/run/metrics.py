@@ -93,8 +93,8 @@ class JsonLines:
                 raise
             if not was_failing:
                 LOG.error(
-                    f"{self.path}: {error.strerror}. Training continues, and xscale keeps the new lines in memory "
-                    "until the file can be written"
+                    f"{self.path} cannot be written ({error.strerror}). Training continues, and xscale keeps the new "
+                    "lines in memory until the file can be written. Remove the cause of the error"
                 )
         if was_failing and not self.failing:
             LOG.warning(f"{self.path}: the file can be written again")
@@ -102,7 +102,10 @@ class JsonLines:
             try:
                 os.fsync(self.file.fileno())
             except OSError as error:
-                LOG.error(f"{self.path}: {error.strerror}. The last lines of the file may be lost")
+                LOG.error(
+                    f"{self.path} cannot be synced to the disk ({error.strerror}). The last lines of the file "
+                    "may be lost"
+                )
 
     def finish(self) -> None:
         """Write the lines that wait, at the end of the run, and log how many could not be written."""
@@ -143,7 +146,10 @@ class TensorBoardWriter:
                         self.writer.add_scalar(name, value, entry["step"])
             self.writer.flush()
         except Exception as error:  # the library may raise any type
-            LOG.error(f"{self.folder}: {error}. Training continues without TensorBoard; metrics.jsonl has all metrics")
+            LOG.error(
+                f"the files of TensorBoard in {self.folder} cannot be written ({error}). Training continues without "
+                "TensorBoard; metrics.jsonl has all metrics"
+            )
             self.folder = None
 
 

@@ -46,7 +46,7 @@ NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
         "the encoder's width is below 768; with --frozen 1e-3)"),
     "batch": (int, 32, 1, "sequences per optimizer step over all ranks (default: 32)"),
     "warmup": (float, 0.1, 0, "warm-up steps of the learning rate; a number below 1 is a share of all steps "
-        "(default: 0.1; the papers: 1000)"),
+        "(default: 0.1)"),
     "max_length": (int, None, 16, "maximum number of tokens of a sequence (default: 386 for xquad and mlqa, 128 for "
         "other tasks)"),
 }  # fmt: skip
@@ -61,10 +61,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face directory of the encoder, such as `xscale export` writes")
-    add("--task", choices=TASKS, required=True)
+    add("--task", choices=TASKS, required=True, help="task for which the encoder is fine-tuned")
     texts: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
-    add("--train", **texts, help="training files; the model of the first file gets zero-shot scores in other "
-        "languages, and the model of each file gets supervised scores in its language")  # fmt: skip
+    add("--train", **texts, help="training files, one for each language; a model is fine-tuned on each file, and gets "
+        "supervised scores in the language of the file; the model of the first file also gets zero-shot scores in the "
+        "other languages")  # fmt: skip
     add("--test", **texts, required=True, help="test files, one for each language")
     add("--translated", **texts, help="translations of the first file of --train, for translate-train scores")
     add("--code_switch", action="store_true", help="train on examples that join one original and one translated text, "
@@ -84,7 +85,7 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, (_, _, smallest, _) in NUMBERS.items():
         value = getattr(args, name)
         if value is not None and not smallest <= value < float("inf"):
-            raise UserError(f"--{name} {value} is too small or not finite; the minimum is {smallest}")
+            raise UserError(f"--{name} {value}: the value must be a finite number, {smallest} or more")
     if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
         raise UserError(
             f"--seeds {' '.join(map(str, args.seeds))}: the seeds must be different whole numbers, 0 or more"
@@ -109,7 +110,9 @@ def read_language_files(task: AnyTask, values: list[str], flag: str, limit: int 
     for value in values:
         language, _, name = value.partition("=")
         if not language or not name or language in texts:
-            raise UserError(f"{flag} {value}: write LANG=FILE, with each language only once")
+            raise UserError(
+                f"{flag} {value}: the form must be LANG=FILE, such as de=train.tsv, with each language only once"
+            )
         texts[language] = read_examples(task, Path(name), language, limit)
     return texts
 
@@ -140,7 +143,8 @@ def measure_transfer(args: argparse.Namespace) -> None:
     for text in plan:
         groups = encode_training_text(task, text, maker)
         for seed in args.seeds:
-            print_once(f"{args.task}, seed {seed}: {', '.join(map(' '.join, text.settings.items()))}")
+            listed = ", ".join(map(" ".join, text.settings.items()))
+            print_once(f"{args.task}: fine-tuning a model with seed {seed} for the scores {listed}")
             transformers.set_seed(seed)  # for the new head's weights
             model = FineTunedModel(maker, len(text.labels) or 2, task.reads, args.frozen)
             trainer = fine_tune(model, maker.collate, groups, settings | {"seed": seed})

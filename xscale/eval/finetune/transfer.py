@@ -99,9 +99,9 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
             continue
         if translation.labels != original.labels:
             raise UserError(
-                f"{translation.path}: {translation.place} has the label {translation.labels[0]}, but in "
-                f"{original.path} it has {original.labels[0]}, so the two texts cannot be translations. Correct "
-                "the label in one of the two files"
+                f"{translation.path}: {translation.place} has the label {translation.labels[0]}, but the original in "
+                f"{original.path} has the label {original.labels[0]}, so the two texts cannot be translations. "
+                "Correct the label in one of the two files"
             )
         for first, second in ((translation, original), (original, translation)):
             languages = (first.languages[0], second.languages[1])
