@@ -460,8 +460,8 @@ def test_a_mask_token_that_is_another_s(tmp_path: Path) -> None:
 # What a second trial found
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    tar(tmp_path / "x.tar", ("0.en.txt", b"\xef\xbb\xbfone"), ("0.de.txt", b"eins"))
+def test_byte_order_marks_and_line_ends_are_no_text(tmp_path: Path) -> None:
+    tar(tmp_path / "x.tar", ("0.en.txt", b"\xef\xbb\xbfone\r\n"), ("0.de.txt", b"eins"))
     index.main([str(tmp_path)])
     assert Source(tmp_path).read(0, 0).texts == ("one", "eins")
 

@@ -152,7 +152,7 @@ def record_of_members(
             lang = langs[0]
         elif lang == extension or "." in lang or lang == "links":
             continue
-        texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\n")
+        texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\r\n")
     if not texts:
         raise ValueError(
             f"sample {key!r} has no text. A sample needs the tar member KEY.json, members KEY.LANG.txt, or a "
