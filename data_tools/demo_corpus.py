@@ -140,15 +140,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="xscale data demo_corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("data/demo"))
-    parser.add_argument("--pairs", type=int, default=20_000)
+    parser.add_argument(
+        "--out", type=Path, default=Path("data/demo"), help="new folder for the corpus (default: data/demo)"
+    )
+    parser.add_argument("--pairs", type=int, default=20_000, help="number of sentence pairs en-xx (default: 20,000)")
     parser.add_argument(
         "--mono",
         type=int,
         default=20_000,
-        help="number of monolingual sentences in en, and in xx; yy has a fifth as many",
+        help="number of monolingual sentences in en, and in xx; yy has a fifth as many (default: 20,000)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random text (default: 0)")
     args = parser.parse_args(argv)
     build(args.out, args.pairs, args.mono, args.seed)
     print(

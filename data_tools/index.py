@@ -92,8 +92,8 @@ def scan_tar(
                 langs = record.langs
             elif record.langs != langs:
                 raise ValueError(
-                    f"the record has the languages {record.langs}, but earlier records have {langs}. Use one "
-                    "folder per language or language pair"
+                    f"the record has the languages {'-'.join(record.langs)}, but earlier records have "
+                    f"{'-'.join(langs)}. Use one folder per language or language pair"
                 )
             if segmentations and record.links is not None and len(langs) == 2:
                 project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
@@ -179,7 +179,7 @@ def make_idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int
     record = stored.record
     length = len(stored.data)
     if length >= FOLLOWS:
-        raise ValueError(f"record {record.key!r} has {length:,} bytes, more than 2 GiB. Split its text")
+        raise ValueError(f"record {record.key!r} has {length:,} bytes, more than 2 GiB. Split the text of the record")
     # Raises an error for a lone surrogate, which no tokenizer accepts.
     text_bytes = [len(text.encode()) for text in record.texts]
     crc = zlib.crc32(stored.data)
@@ -253,9 +253,9 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / tar.shard.name} has the languages {tar.langs} and the layout {tar.layout!r}, but "
-                f"{first.shard.name} has {first.langs} and {first.layout!r}. Move one of the two tars to another "
-                "folder"
+                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} and the layout {tar.layout!r}, but "
+                f"{first.shard.name} has text in {'-'.join(first.langs)} and the layout {first.layout!r}. Move one of "
+                "the two tars to another folder"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -308,9 +308,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="xscale data index", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, help="folder of tars; index.json is written to the same folder")
     parser.add_argument(
-        "--langs", nargs="+", help="languages of the text, if the names of the tar members do not have the languages"
+        "--langs",
+        nargs="+",
+        help="one or two languages of the text, such as en de, if the tar members do not name the languages",
     )
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None

@@ -111,7 +111,8 @@ def verify(source: Source) -> None:
     problems = [describe_damage(source, number) for number in range(len(source.shards))]
     lines = sorted(filter(None, problems))
     if lines:
-        raise UserError("\n  ".join([f"{source.directory} has {len(lines)} damaged shards. Copy them again:", *lines]))
+        head = f"{source.directory} has {len(lines)} damaged shards. Copy these shards again:"
+        raise UserError("\n  ".join([head, *lines]))
     print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
 
 
@@ -160,13 +161,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="xscale data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, nargs="+")
+    parser.add_argument("directory", type=Path, nargs="+", help="folders of shards, or their parent folders")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, evenly spaced in the shards")
     parser.add_argument("--verify", action="store_true", help="compare the checksums of all files with index.json")
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="tokenizer with which unknown tokens, and the linked tokens of each token, are counted",
+        help="folder of a tokenizer; with it, inspect also counts unknown tokens, and the linked tokens of each token",
     )
     parser.add_argument(
         "--json",

@@ -164,8 +164,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=0.1,
         help=(
-            "with --from_links, minimum ratio of the entry's links to the occurrences of its more frequent word "
-            "(default: 0.1)"
+            "with --from_links, minimum number of links of an entry, as a share of the occurrences of the entry's "
+            "more frequent word (default: 0.1)"
         ),
     )
     parser.add_argument(
@@ -179,7 +179,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=float, help="keep only this share of the words of the first language, with all their entries"
     )
-    parser.add_argument("--seed", type=int, default=0, help="random seed with which --share chooses words (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of --share (default: 0)")
     return parser.parse_args(argv)
 
 

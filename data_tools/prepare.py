@@ -32,14 +32,15 @@ from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, TaskList, do_task, done_marker_path, lock_folder, run_tasks
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Corpus</title>
+<html lang="en"><meta charset="utf-8"><title>Corpus made by xscale data prepare</title>
 <style>
 body { font-family: sans-serif; margin: 2em }
 td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 </style>
-<h1>Corpus</h1>
+<h1>Corpus made by xscale data prepare</h1>
 <table>
-<tr><th>source<th>languages<th>licence<th>read<th>removed<th>held out<th>records<th>linked<th>MB
+<tr><th>source<th>languages<th>licence<th>pairs or documents read<th>removed by the rules<th>held-out records<th>records
+for training<th>records with word links<th>size of the shards in MB
 {% for source in sources %}
 <tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not said" }}
   <td>{{ "{:,}".format(source.counts.read) }}
@@ -48,17 +49,17 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
   <td>{{ "%.1f" | format(source.bytes / 1e6) }}
 {% endfor %}
 </table>
-<h2>Held out</h2>
+<h2>Held-out text for evaluation</h2>
 <table>
-<tr><th>languages<th>records
+<tr><th>languages<th>held-out records
 {% for langs, records in heldout.items() %}<tr><td>{{ langs }}<td>{{ "{:,}".format(records) }}
 {% endfor %}
 </table>
-<h2>What the rules removed</h2>
+<h2>Text that the rules removed, by source</h2>
 {% for source in sources if source.removed %}
 <h3>{{ source.name }}</h3>
 <table>
-<tr><th>rule<th>removed<th>examples
+<tr><th>rule<th>number of removed texts<th>examples of removed text
 {% for rule, count in source.removed.items() %}
 <tr><td>{{ rule }}<td>{{ "{:,}".format(count) }}
 {% for texts in source.examples[rule] %}<td>{{ texts | join(" | ") }}
@@ -198,10 +199,10 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
         place = f"{out}/shards/{source['name']}"
         counts = source["counts"]
         kind = "pairs" if len(source["languages"]) == 2 else "documents"
-        removed = ", ".join(f"{count:,} {rule}" for rule, count in source["removed"].items())
+        removed = ", ".join(f"{rule} {count:,}" for rule, count in source["removed"].items())
         lines.append(
             f"{place}: {counts['records']:,} records of {counts['read']:,} {kind} ({'-'.join(source['languages'])}); "
-            f"removed: {removed or 'nothing'}; held out: {counts['held']:,} records"
+            f"removed by rule: {removed or 'nothing'}; held out: {counts['held']:,} records"
         )
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
@@ -210,7 +211,8 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
     for path in map(Path, corpus.lexicons):
         if not (out / "lexicon" / path.name).exists():
             lines.append(
-                f"dictionary {path} is left out, because every entry has tokens that the tokenizer does not know"
+                f"dictionary {path} is left out, because every entry has tokens that the tokenizer does not know. Use "
+                "a tokenizer for the languages of the dictionary"
             )
     lines.append(f"{out}/report.html shows how much text each rule removed, with examples")
     return "\n".join(lines)

@@ -217,8 +217,8 @@ def _choose_alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: 
         kept.append(char)
     if wanted and not kept:
         raise UserError(
-            f"vocab_size is too small, because only {max(room, 0)} tokens are left for the characters of the text. Set "
-            "a larger vocab_size"
+            f"the vocabulary is too small, because only {max(room, 0)} tokens are left for the characters of the text. "
+            "Set a larger vocab_size"
         )
     if len(kept) < len(wanted):
         print(
@@ -240,23 +240,30 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="xscale data tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="folders of shards")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="folders of shards to train the tokenizer on")
     parser.add_argument(
         "--text",
         type=Path,
         nargs="+",
         default=[],
-        help="files or folders of text, plain or compressed as .gz, .xz, .bz2 or .zst",
+        help="files or folders of text to train on, plain or compressed as .gz, .xz, .bz2 or .zst",
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
-    parser.add_argument("--vocab_size", type=int, default=32000)
-    parser.add_argument("--lowercase", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="new folder for the tokenizer")
+    parser.add_argument(
+        "--type",
+        choices=("wordpiece", "unigram", "bpe"),
+        default="wordpiece",
+        help="WordPiece, Unigram or byte-level BPE (default: wordpiece)",
+    )
+    parser.add_argument(
+        "--vocab_size", type=int, default=32000, help="number of tokens in the vocabulary (default: 32,000)"
+    )
+    parser.add_argument("--lowercase", action="store_true", help="make a tokenizer that reads all text in lower case")
     parser.add_argument(
         "--max_records",
         type=int,
         default=1_000_000,
-        help="maximum number of records of each folder of shards (default: 1,000,000)",
+        help="maximum number of records that are read from each folder of shards (default: 1,000,000)",
     )
     args = parser.parse_args(argv)
     if not args.data and not args.text:

@@ -31,10 +31,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="kind", required=True)
     pairs = commands.add_parser("pairs", help="write pairs: line n of --tgt is the translation of line n of --src")
     pairs.add_argument(
-        "--src", type=stdin_or_file, required=True, help="file with one sentence per line; - is standard input"
+        "--src", type=stdin_or_file, required=True, help="file with one sentence per line, or - for standard input"
     )
-    pairs.add_argument("--tgt", type=stdin_or_file, required=True)
-    pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
+    pairs.add_argument(
+        "--tgt", type=stdin_or_file, required=True, help="file with the translation of each line of --src"
+    )
+    pairs.add_argument(
+        "--langs", nargs=2, required=True, metavar=("SRC", "TGT"), help="languages of --src and --tgt, such as en de"
+    )
     links = pairs.add_mutually_exclusive_group()
     links.add_argument(
         "--links", type=stdin_or_file, help="file of word links in Pharaoh form such as 0-0 1-2, one line per pair"
@@ -44,40 +48,43 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         pairs.add_argument(
             f"--links_{side}",
             type=stdin_or_file,
-            help=f"file that the aligner read instead of --{side}, such as a tokenised one",
+            help=f"file that the aligner read instead of --{side}, such as tokenised text",
         )
     mono = commands.add_parser(
         "mono", help="write monolingual text from files or folders, plain text or WikiExtractor's output"
     )
     mono.add_argument(
-        "--text", type=stdin_or_file, nargs="+", required=True, help="files or folders; - is standard input"
+        "--text", type=stdin_or_file, nargs="+", required=True, help="files or folders of text, or - for standard input"
     )
-    mono.add_argument("--lang", required=True)
+    mono.add_argument("--lang", required=True, help="language of the text, such as en")
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help=(
                           "what a document is: doc: the lines from <doc> to </doc>; blank: the lines between "
-                          "blank lines; lines: each line; auto (default): one of these, by the first lines of "
-                          "each file"
+                          "blank lines; lines: each line; auto (default): doc, blank or lines, by the first lines "
+                          "of each file"
                       ))  # fmt: skip
     mono.add_argument(
         "--whole_lines", action="store_true", help="write one record per line instead of one per sentence"
     )
     for command in (pairs, mono):
-        command.add_argument("--out", type=Path, required=True, help="folder for the shards")
+        command.add_argument("--out", type=Path, required=True, help="new folder for the shards")
         command.add_argument("--name", help="name of the shards, NAME-%%06d.tar (default: pairs or mono)")
         command.add_argument(
-            "--shard_lines", type=int, default=steps.CHUNK_UNITS, help="number of pairs or documents per shard"
+            "--shard_lines",
+            type=int,
+            default=steps.CHUNK_UNITS,
+            help="number of pairs or documents per shard (default: 8192)",
         )
-        command.add_argument("--tokenizer", help="tokenizer by which --min_tokens and --max_tokens count")
+        command.add_argument("--tokenizer", help="tokenizer that counts the tokens for --min_tokens and --max_tokens")
         command.add_argument(
             "--min_tokens",
             type=int,
-            help="leave out pairs with fewer tokens on one side, and sentences with fewer tokens",
+            help="leave out sentences with fewer tokens than this number, and pairs with such a sentence",
         )
         command.add_argument(
             "--max_tokens",
             type=int,
-            help="leave out pairs and sentences that form a longer sequence, including special tokens",
+            help="leave out sentences and pairs with more tokens than this number, including special tokens",
         )
     return parser.parse_args(argv)
 

@@ -83,13 +83,25 @@ def pictures(page: str) -> list[str]:
 
 def test_the_page_has_the_files_numbers_and_stands_alone(run: Path, tmp_path: Path) -> None:
     page = page_of(run, out=tmp_path / "report.html")
-    summary = {"streams": "mlm, tlm", "state": "done", "reason": "24 of 24 steps", "steps": "24", "skipped steps": "0"}
+    summary = {
+        "streams": "mlm, tlm",
+        "state": "done",
+        "reason for the state": "24 of 24 steps",
+        "steps": "24",
+        "skipped steps": "0",
+    }
     for name, cell in summary.items():
         assert row_of(page, name) == [cell]
-    assert row_of(page, "tokens") == ["2,400"] and row_of(page, "seconds in all steps") == ["12"]
+    assert row_of(page, "tokens in all steps") == ["2,400"] and row_of(page, "seconds in all steps") == ["12"]
     assert row_of(page, "all", "accuracy") == ["0.6"]
     assert row_of(page, "en-de", "accuracy") == ["0.5"]
-    for title in ("Loss of all streams", "Loss of mlm", "Loss of tlm", "heldout: loss", "retrieval: accuracy"):
+    for title in (
+        "Loss of all streams",
+        "Loss of the stream mlm",
+        "Loss of the stream tlm",
+        "heldout: loss",
+        "retrieval: accuracy",
+    ):
         assert f'alt="{title}' in page
     assert "<script" not in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
@@ -127,7 +139,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     del last["results"]["retrieval"]["en-de"]
     other = write_run(tmp_path / "other", entries, [last], recipe)
     page = page_of(run, other, out=tmp_path / "report.html")
-    assert row_of(page, "tokens") == ["2,400", "–"]
+    assert row_of(page, "tokens in all steps") == ["2,400", "–"]
     assert row_of(page, "mlm", "loss") == ["0.36", "4.5", "+4.14, no interval"]
     assert row_of(page, "all", "accuracy") == ["0.6", "0.8", "+0.2, no interval"]
     assert row_of(page, "en-de", "accuracy") == ["0.5", "–", "–"] and "not in file" not in page
@@ -198,7 +210,7 @@ def test_differences_of_models_have_paired_intervals(tmp_path: Path) -> None:
     second = {row: right_S | (draw.uniform(size=400) < 0.1) for row, right_S in first.items()}
     files = [result_file(tmp_path / "a.json", "hf/a", first), result_file(tmp_path / "b.json", "hf/b", second)]
     page = page_of(*files, out=tmp_path / "table.html")
-    assert ["row", "number", "hf/a", "hf/b", "hf/b − first"] in rows_of(page)
+    assert ["results row", "metric", "hf/a", "hf/b", "hf/b − first"] in rows_of(page)
     gains = {row: second[row].astype(float) - first[row] for row in first}
     for row, gains_S in gains.items():
         *_, shown = row_of(page, row, "accuracy")
@@ -228,9 +240,9 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
     retrieval = result_file(tmp_path / "r.json", "hf/a", {"en-de": right})
     tags = result_file(tmp_path / "t.json", "hf/a", {}, results=tagging)
     page = page_of(retrieval, tags, out=tmp_path / "table.html")
-    assert ["row", "number", "hf/a"] in rows_of(page) and row_of(page, "de", "zs_std") == ["0.01"]
+    assert ["results row", "metric", "hf/a"] in rows_of(page) and row_of(page, "de", "zs_std") == ["0.01"]
     again = result_file(tmp_path / "again.json", "hf/a", {"en-de": right})
-    head = ["row", "number", "hf/a", "hf/a (again.json)", "hf/a (again.json) − first"]
+    head = ["results row", "metric", "hf/a", "hf/a (again.json)", "hf/a (again.json) − first"]
     assert head in rows_of(page_of(retrieval, again, out=tmp_path / "table.html"))
 
 

@@ -13,14 +13,15 @@ from xscale.report.charts import Lines, draw_chart
 from xscale.report.read import Results, Run, ScoreName
 
 Cell = str | float | None
-SUMS = {"tokens": "tokens", "step_s": "seconds in all steps", "skipped": "skipped steps"}
+SUMS = {"tokens": "tokens in all steps", "step_s": "seconds in all steps", "skipped": "skipped steps"}
 """{metric: name of the summary's row with its sum over the steps}."""
 PAIRED = (
-    "Brackets are 95 % intervals. The columns `− first` have the difference from the first model, with the "
-    "interval and the p value of a paired bootstrap, which resamples all models with the same sentences. `not in "
-    "file`: the model was not evaluated with the same --task, --data, --pooling and --layer, or does not have the "
-    "layer. `no interval`: the score is not a mean over sentences, such as `alignment`. A dash: the score of a "
-    "model is missing, or neither high nor low numbers are better."
+    "The brackets after a score have its 95 % confidence interval. A column `− first` has the difference of a model "
+    "from the first model, with the confidence interval and the p value of a paired bootstrap, which resamples all "
+    "models with the same sentences. `not in file`: the model was not evaluated with the same --task, --data, "
+    "--pooling and --layer, or does not have the layer. `no interval`: the score, such as `alignment`, is not a mean "
+    "over sentences. A dash: one of the two models does not have the score, or neither high nor low numbers of the "
+    "metric are better."
 )
 
 
@@ -44,7 +45,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     """Return the page's HTML. runs: {name: run}; models: {name: results}."""
     sections = run_sections(runs) if runs else []
     if models:
-        sections.append(Section("Results"))
+        sections.append(Section("Scores of the result files"))
         if len(models) > 1:
             sections[-1].note = PAIRED
         add_score_tables(sections[-1], models, "not in file")
@@ -70,8 +71,13 @@ def format_cell(cell: Cell) -> str:
 def run_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
     with several runs, each run has its own lines. A line without a number is left out."""
-    sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores")}
-    summaries: list[list[Cell]] = [["streams", "model", "state", "reason", "steps", *SUMS.values()]]
+    summary = Section("Summary of the runs")
+    losses = Section("Training losses")
+    language_losses = Section("Training losses by language")
+    evaluations = Section("Scores of the evaluations in the runs")
+    summaries: list[list[Cell]] = [
+        ["streams", "model.init or model.preset", "state", "reason for the state", "steps", *SUMS.values()]
+    ]
     last_scores: dict[str, Results] = {}
     for run_name, run in runs.items():
         summaries.append(summary_cells(run))
@@ -83,17 +89,18 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
                 continue
             if key.name == "alignment":
                 title = "Share of dictionary words whose nearest neighbour among the embeddings is a translation"
-                sections["Scores"].charts[title][key.stream + suffix] = curve
+                evaluations.charts[title][key.stream + suffix] = curve
             elif key.name == "loss":
-                section = sections["Languages" if key.language else "Losses"]
+                section = language_losses if key.language else losses
                 label = f"{key.term} {key.language}".strip() or "sum"
-                section.charts[f"Loss of {key.stream or 'all streams'}, nats"][label + suffix] = curve
+                stream = f"the stream {key.stream}" if key.stream else "all streams"
+                section.charts[f"Loss of {stream}, in nats"][label + suffix] = curve
         for name, curve in run.scores.items():
             if direction(name.metric) and curve.notna().any():
-                sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
-    sections["Summary"].tables = [Table("", ["", *runs], list(map(list, zip(*summaries, strict=True))))]
-    add_score_tables(sections["Scores"], last_scores, None)
-    return list(sections.values())
+                evaluations.charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
+    summary.tables = [Table("", ["", *runs], list(map(list, zip(*summaries, strict=True))))]
+    add_score_tables(evaluations, last_scores, None)
+    return [summary, losses, language_losses, evaluations]
 
 
 def summary_cells(run: Run) -> list[Cell]:
@@ -118,7 +125,7 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
     """Add a table for each task to the section. It has a row for each results row and metric, with the scores of all
     models, and the differences of the others from the first. absent: the cell of a model without the score."""
     first, *others = models.values()
-    head = ["row", "number", *models]
+    head = ["results row", "metric", *models]
     for other_name in list(models)[1:]:
         head.append(f"{other_name} − first")
     tables: dict[str, Table] = {}
