@@ -35,45 +35,47 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
-    """Which initial weights suit the recipe's learning rate, dropout and attention gain. scratch: random weights;
-    model: the weights of a pre-trained `init`; any: both. With scratch, a run refuses an `init` that xscale has not
-    trained unless you set train.lr by --set. With model, a run refuses to start without `init`."""
+    """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
+    weights. The run then accepts an `init` that others have trained only if you set train.lr by --set. model: the
+    weights of a pre-trained model. The run then needs `init`. any: random weights or a pre-trained model."""
     init: str | None = None
-    """The initial weights: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random weights
-    of `preset`. If `init` is a run of xscale, the new run also takes over its language embeddings."""
+    """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
+    hub, or a run or checkpoint of xscale. If this model has language embeddings and a stream sets
+    `language_embeddings`, the run also starts from these embeddings. null: random weights in the architecture
+    `preset`."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
-    """The architecture of a randomly initialised encoder."""
+    """The architecture of an encoder with random weights."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer directory; null: the tokenizer of `init`, or without `init` the folder `tokenizer/` in
-    the first --data directory or its parent. If `init` has a tokenizer, `tokenizer` must be the same tokenizer."""
+    """A directory with a Hugging Face tokenizer. If `init` has a tokenizer, `tokenizer` must be the same one. null: the
+    tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or in its parent
+    directory."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
-    """The dropout probability of hidden states and attention; null: the dropout of `init`, and 0.1 with random
-    weights."""
+    """The dropout probability of hidden states and attention. null: the dropout of `init`; without `init`, 0.1."""
     attention_gain: PositiveFloat | None = None
-    """The gain g of attention layers with random weights: the weights of their value and output projections have the
-    standard deviation g / sqrt(width). null: the standard deviation is 0.02, as in transformers. This is a gain of 0.23
-    in preset tiny and of 0.55 in preset base. At a gain of 0.23, the [CLS] vectors of two sentences have a mean cosine
-    of 0.9999, so contrastive losses begin to fall late. At a gain of 1, the mean cosine is 0.97, and other losses begin
-    to fall somewhat later."""
+    """The gain g of attention layers with random weights: the weights of the value and output projections have the
+    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers; in preset tiny,
+    this is g = 0.23. With g = 0.23, the [CLS] vectors of two sentences have a mean cosine of 0.9999, so contrastive
+    losses begin to fall late. With g = 1, the mean cosine is 0.97: contrastive losses begin to fall earlier, and other
+    losses somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective, such as mlm or tlm, or MODULE:NAME for an objective of another Python package."""
+    """The name of the objective, such as mlm or tlm. An objective of another Python package is written MODULE:NAME."""
     samples: Annotated[int, Field(ge=0, le=MOST)]
-    """The number of samples per optimizer step over all ranks. For sentence pairs, a sample is one pair. For
-    monolingual text, a sample is about data.max_length tokens: consecutive sentences of a document, or several short
-    documents, each in a separate sequence. If a sample has more than data.max_length tokens, the rest forms another
-    sequence; no text is dropped. A phase may pause the stream with 0 samples."""
+    """The number of samples that all ranks together read in a step. In a stream of sentence pairs, a sample is one
+    pair. In a stream of monolingual text, a sample is about data.max_length tokens: consecutive sentences of one
+    document, or several short documents, each in a separate sequence. If a sample has more than data.max_length tokens,
+    the rest of its tokens forms another sequence. In a phase, 0 pauses the stream."""
     weight: PositiveFloat = 1.0
-    """The factor of the stream's loss in the total loss of the step."""
+    """The factor of the stream's loss in the total loss of a step."""
     warm_in: NotNegative = 0.0
-    """The number of steps in which the factor of the stream's loss rises linearly from 0 to `weight`. A number below 1
-    is a share of train.steps."""
+    """The number of first steps in which the factor of the stream's loss rises linearly from 0 to `weight`. A number
+    below 1 is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """The languages ("en") or language pairs ("en-de", in either order) whose text and dictionaries the stream reads;
-    null: all."""
+    """The languages, such as en, or language pairs, such as en-de or de-en, whose text and dictionaries the stream
+    reads. null: those of data.languages."""
     options: Any = None
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
@@ -87,97 +89,104 @@ def check_workers(value: Any) -> Any:
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
-    """The maximum number of tokens in a sequence, including special tokens."""
+    """The maximum number of tokens in a sequence, including special tokens such as [CLS]."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to sentence pairs longer than `max_length`: drop leaves them out, truncate cuts them. The metrics
-    `too_long/STREAM/en-de` have the share of such pairs. Monolingual text that is too long always continues in the next
-    sequence."""
+    """What a stream does with sentence pairs of more than `max_length` tokens. drop: the stream leaves these pairs out;
+    truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of
+    such pairs. Monolingual text is never left out or cut: it continues in the next sequence."""
     segments: bool = True
-    """true: the first sentence of a pair has token type 0, and the second one has token type 1, if the model and the
-    tokenizer have two token types and no stream has language embeddings; false: both sentences have token type 0."""
+    """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
+    the second one has token type 1. false: both sentences have token type 0. Both also have token type 0 if the model
+    or the tokenizer has only one token type, or if a stream has language embeddings."""
     first: Count | None = None
-    """The maximum number of training records (sentences or pairs) of each language and language pair: the first ones in
-    the order of --data and of the shards; null: no limit."""
+    """The maximum number of records of each language and of each language pair. The run reads the first records, in the
+    order of the --data directories and of their shards. null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """The languages ("en") or language pairs ("en-de") for streams without a field `languages` of their own; null:
-    all."""
+    """The languages, such as en, or language pairs, such as en-de, that a stream reads if it has no field `languages`
+    of its own. null: all languages."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """A stream samples each of its languages, or language pairs, with a probability proportional to n^alpha. n is the
-    size of the language's text; `alpha_by` says how the size is counted."""
+    """The exponent alpha of sampling. A stream samples each of its languages, or language pairs, with a probability
+    proportional to n^alpha, where n is the size of the text in this language or pair."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
-    """What n counts in n^alpha: the records (sentences or pairs) of a language, or its tokens or bytes. xscale
-    estimates tokens and bytes from some shards. `alpha_by` does not change the size of a sample."""
+    """The unit of n in n^alpha: records, tokens or bytes. xscale estimates the numbers of tokens and bytes from some
+    shards."""
     workers: Annotated[int | Literal["auto"], PlainValidator(check_workers)] = "auto"
-    """The number of data loading processes per rank; 0: the training process loads the data itself; auto: 2 on a CPU,
-    and 4 to 6 on a GPU, depending on the number of cores."""
+    """The number of processes per rank that load data. 0: the training process loads the data itself. auto: 2 processes
+    on a CPU, and 4 to 6 on a GPU, depending on the number of cores."""
     cache: str | None = None
-    """The folder on each machine to which xscale copies the shards that --data names by URL; null: ~/.cache/xscale."""
+    """The folder on each machine to which xscale copies the shards that --data names by URL. null: ~/.cache/xscale."""
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """A list of dictionary files, named after the language pair, such as en-de.txt. If the list is empty, xscale reads
-    `lexicon/*.txt` in the first --data directory or its parent. A stream whose objective needs dictionaries reads the
-    dictionaries of its languages. Dictionaries that no stream reads are used for evaluation only."""
+    """A list of dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is empty,
+    xscale reads the files `lexicon/*.txt` in the first --data directory or in its parent directory. A stream whose
+    objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is used for
+    evaluation only."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The share of a dictionary's entries that no objective reads, chosen by a hash of the words. The metric
-    `alignment/en-de` is measured on these withheld words, and `alignment_trained/en-de` on all other words. If the
-    share is 0, there is no metric `alignment/en-de`."""
+    """The share of a dictionary's entries that objectives do not read. A hash of the words chooses these entries. The
+    metric `alignment/en-de` covers the words that occur only in these entries, and `alignment_trained/en-de` covers all
+    other words. With the share 0, a run has no metric `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     steps: Count = 1000
-    """The number of optimizer steps of the run."""
+    """The number of steps (updates of the optimizer) of the run."""
     epochs: PositiveFloat | None = None
-    """The length of the run, instead of `steps`: the run ends when the recipe's first stream of sentence pairs has read
-    `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads every pair `epochs` times; with a
-    lower alpha, it reads pairs of small languages more often than other pairs."""
+    """The length of the run, in place of `steps`: the run ends when the recipe's first stream of sentence pairs has
+    read `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads each pair `epochs` times.
+    With a lower alpha, the stream reads pairs of small languages more often than pairs of large languages. null:
+    `steps` is the length."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1
-    """The number of steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of `steps`."""
+    """The number of first steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of
+    `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
-    """The curve by which the learning rate falls to 0. linear: 1 - x; cosine: (1 + cos(pi x)) / 2; 1-sqrt: 1 - sqrt(x).
-    x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler of the ds_config if it has one."""
+    """The curve by which the learning rate falls. The learning rate is `lr` times 1 - x (linear), (1 + cos(pi x)) / 2
+    (cosine) or 1 - sqrt(x) (1-sqrt), where x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler
+    of the ds_config if it has one."""
     decay: NotNegative | None = None
-    """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
-    learning rate stays at its peak (warm-up, stable, decay). A number below 1 is a share of `steps`. null: the learning
-    rate falls in all steps after the warm-up; 0: it does not fall."""
+    """The number of last steps in which the learning rate falls. Between warm-up and decay, the learning rate is
+    constant. A number below 1 is a share of `steps`. null: the learning rate falls in all steps after the warm-up. 0:
+    the learning rate never falls."""
     weight_decay: NotNegative = 0.01
-    """The weight decay of AdamW. Biases and normalisation weights have no weight decay."""
+    """The weight decay of AdamW. Biases and the weights of normalisation layers have no weight decay."""
     max_grad_norm: NotNegative = 1.0
-    """The global norm to which gradients are clipped; 0: no clipping."""
+    """The global norm to which the gradient is clipped. 0: the gradient is not clipped."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of a predicted token's target probability that is spread evenly over the whole vocabulary."""
     z_loss: NotNegative = 0.0
-    """The factor of logsumexp(logits)^2, which is added to the loss of each predicted token (PaLM: 1e-4)."""
+    """The factor of logsumexp(logits)^2, a term that is added to the loss of each predicted token. PaLM used the factor
+    1e-4."""
     max_tokens: Count | None = None
     """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many as its memory
-    holds, up to 65,536; on a CPU, 8,192. `max_tokens` changes the random masks of dropout; the rest of the training
-    stays the same. More tokens per pass are faster: on an H200, a model of preset xlmr-base trained 1.3 times as many
-    tokens per second with max_tokens 65,536 as with 16,384."""
+    holds, up to 65,536; on a CPU, 8,192. A change of `max_tokens` changes only the random masks of dropout and the
+    rounding. More tokens per pass are faster: on an H200, a model of preset xlmr-base trained 1.3 times as many tokens
+    per second with 65,536 tokens per pass as with 16,384."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
-    """The precision of training. auto takes the precision of the ds_config if the hardware supports it, and fp32
-    otherwise."""
+    """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
+    has none. If the ds_config sets its 16-bit precision to "auto", and the hardware does not support this precision,
+    the run trains in fp32."""
     deterministic: bool = False
-    """true: CUDA uses only algorithms that are reproducible bit for bit, so that a resumed run has exactly the same
-    weights as an uninterrupted run. The backward pass of attention is slower. On a CPU, training is always
+    """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
+    as an uninterrupted run. The backward pass of attention is then slower. On a CPU, training is always
     reproducible."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
-    """The seed of the data order, the masks, the random weights and the dropout."""
+    """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """The number of steps between two expensive measurements: the gradient norm of each stream, which needs a second
-    backward pass, and the alignment scores of dictionaries; 0: never."""
+    backward pass, and the alignment scores of dictionaries. The run also measures in step 1. 0: no measurements."""
     time_limit: PositiveFloat | None = None
-    """The number of minutes from the start of the processes after which the run saves and stops with exit code 75. The
-    run always finishes at least one step. null: no limit."""
+    """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
+    exit code 75. The run always finishes at least one step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
-    """The number of minutes without progress after which the run ends with exit code 5; null: no limit. Before the run
-    ends, each rank writes its stack traces to its log, and the log of rank 0 names the ranks that do not answer. Time
-    in which the process was suspended does not count. Collective operations of torch.distributed time out after 30
-    minutes."""
+    """The number of minutes without progress after which the run ends with exit code 5. Before the run ends, each rank
+    writes its stack traces to its log, and the log of rank 0 names the ranks that do not answer. Time in which the
+    process was suspended does not count. null: no limit; but torch.distributed still ends a collective operation that
+    takes 30 minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """The numbers of steps (from 1) that read their data but do not change the model, such as [500, 501]. After a loss
-    spike, resume from a checkpoint before the spike and skip the steps of the spike. For example, --set
+    """A list of steps that read their data but do not change the model, such as [500, 501]. The first step is 1. If the
+    loss suddenly rises, resume from an earlier checkpoint and skip the steps in which the loss rose: --set
     train.skip_steps=[$(seq -s, 81200 81260)] skips the steps 81,200 to 81,260."""
 
     @model_validator(mode="after")
@@ -212,26 +221,28 @@ class TrainConfig:
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
-    """The number of optimizer steps between two checkpoints. The run also saves after its last step."""
+    """The number of steps between two checkpoints. The run also saves a checkpoint before its first step and after its
+    last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """The number of checkpoints that the run keeps: the newest complete ones. The run deletes older checkpoints."""
+    """The number of newest checkpoints that the run keeps. The run deletes older checkpoints."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """The score by which the run chooses its best checkpoint: TASK/ROW/NUMBER from the run's evaluations (section
-    `eval`). For example, heldout/tlm/loss is the loss of the stream tlm in the task heldout. The run keeps the best
-    checkpoint, and the file checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest,
-    all other scores when highest."""
+    """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
+    row of its results, and a score in this row. For example, heldout/tlm/loss is the loss of the stream tlm in the task
+    heldout. The lowest loss is best; of other scores, the highest is best. The run keeps the best checkpoint, and
+    writes its name to the file checkpoints/best. null: the run chooses no best checkpoint."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
-    """The kind of the task. heldout measures the loss of each stream, language and language pair on the records in
-    `data`. retrieval measures the share of the sentences in `data` whose nearest neighbour among the sentences of the
-    other language is their translation. A second task of the same kind needs a suffix, such as heldout.test."""
+    """The kind of the task: heldout or retrieval. heldout measures the loss of each stream, and of each of its
+    languages or language pairs, on the records in `data`. retrieval measures the share of the sentences in `data` whose
+    nearest neighbour among the sentences of the other language is their translation. A second task of the same kind
+    needs a suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
-    """The maximum number of records (sentences or pairs) of each language and language pair."""
+    """The maximum number of records of each language and of each language pair that the task reads."""
 
     @property
     def kind(self) -> str:
@@ -243,9 +254,9 @@ class EvalConfig:
     """Evaluations that the run makes itself, before step 1, every `every` steps, and at the end."""
 
     every: Count = 500
-    """The number of optimizer steps between two evaluations."""
+    """The number of steps between two evaluations. The run also evaluates before step 1 and after its last step."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """The list of tasks of each evaluation."""
+    """The tasks of each evaluation. With an empty list, the run has no evaluations."""
 
     @property
     def task_names(self) -> list[str]:

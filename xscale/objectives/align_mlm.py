@@ -39,14 +39,13 @@ from xscale.recipe import STRICT, Count, NotNegative
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: NotNegative = 10.0
-    """The factor alpha of L_ALIGN, the loss that makes the embeddings of the two words of a dictionary entry
-    similar."""
+    """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
-    """How L_ALIGN represents a word of several tokens. mean: by the mean of the input embeddings of its tokens; single:
-    L_ALIGN leaves out dictionary entries with such words."""
+    """How L_ALIGN treats a word of several tokens. mean: the mean of the tokens' input embeddings stands for the word.
+    single: L_ALIGN leaves out dictionary entries with such words."""
     pairs_per_step: Count | None = None
-    """The number of dictionary entries that L_ALIGN reads in a step, sampled without replacement; null: all entries in
-    every step."""
+    """The number of dictionary entries that L_ALIGN reads in a step, sampled without replacement. null: all entries in
+    each step."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:

@@ -43,16 +43,15 @@ from xscale.recipe import STRICT, Fraction, NotNegative
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
+    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
     bilingual_weight: NotNegative = 1.0
-    """The factor lambda of L_bp. L_bp is the loss with which the model predicts a masked token from the aligned words
-    of the translation."""
+    """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
-    """Which sub-words of two aligned words are linked. all: every sub-word of one word with every sub-word of the other
-    word; first: only the first sub-words of both words."""
+    """Which tokens of two aligned words are linked. all: each token of one word with each token of the other word.
+    first: only the first tokens of the two words."""
     normalize: Literal["sum", "mean"] = "sum"
-    """How the hidden states of the sub-words that are linked to a masked token are combined (H* in the paper). sum:
-    they are added; mean: they are averaged."""
+    """How the hidden states of the tokens that are linked to a masked token become one vector (H* in the paper). sum:
+    the vector is their sum. mean: the vector is their mean."""
     shuffle_sides: bool = False
     """true: the two sentences of a pair are swapped with probability 1/2."""
 

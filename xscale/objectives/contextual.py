@@ -40,8 +40,8 @@ from xscale.recipe import STRICT, NotNegative
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """The anchor language. The loss R keeps its hidden states near those of the initial encoder. Every pair must have a
-    sentence in the anchor language. null: the first language of each pair is its anchor."""
+    """The anchor language. Each pair must have a sentence in the anchor language. null: the first language of each pair
+    is its anchor language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R. R is the squared distance between the hidden states of the anchor language in the trained
     encoder and in the initial encoder."""

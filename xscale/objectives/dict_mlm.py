@@ -42,14 +42,14 @@ from xscale.recipe import STRICT
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """What is chosen for prediction. true: whole words; false: single tokens, and a word may be translated only if all
-    its tokens were chosen."""
+    """true: the objective chooses whole words for prediction. false: the objective chooses single tokens, and may
+    translate a word only if all tokens of the word were chosen."""
     synonym: Literal["input", "label"] = "input"
-    """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word;
+    """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word.
     label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of chosen words for which the translation is used. Only words with a translation of the same number of
-    tokens count."""
+    """Of the chosen words that have a translation with the same number of tokens, the share for which the objective
+    uses the translation."""
 
 
 _USE = rng.key("dict_mlm", "use")

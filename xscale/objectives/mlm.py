@@ -25,15 +25,16 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
+    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
     whole_word: bool = False
-    """true: whole words are chosen, and all their tokens are predicted; false: tokens are chosen one by one."""
+    """true: the objective chooses whole words, and the model predicts all their tokens. false: the objective chooses
+    single tokens."""
     language_embeddings: bool = False
-    """true: the model adds an embedding of the text's language to the embedding of every token, as in XLM. The language
-    embeddings are in the model's token-type table."""
+    """true: the model adds an embedding of the text's language to the embedding of each token, as in XLM. The language
+    embeddings are rows of the model's token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """With `language_embeddings`, the share of the sequences that get the neutral embedding (token type 0) instead of
-    language embeddings. So the model also learns to read text without token types and text in other languages."""
+    """The share of the sequences that get a neutral embedding (token type 0) in place of the language embeddings. From
+    these sequences, the model learns to read text whose language is not given."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:

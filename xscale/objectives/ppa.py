@@ -58,37 +58,38 @@ from xscale.recipe import STRICT, Count, Fraction, NotNegative
 class PpaOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "temperature"})
     temperature: PositiveFloat = 0.05
-    """The temperature tau of the contrastive loss."""
+    """The temperature tau of the contrastive loss L_MoCo."""
     pooling: Literal["cls", "mean"] = "cls"
-    """The sentence vector: cls is the hidden state of [CLS] (the paper), mean is the mean over all tokens but the
-    special ones (the paper's footnote 1)."""
+    """The sentence vector. cls: the hidden state of [CLS], as in the paper. mean: the mean of the hidden states of all
+    tokens except special tokens, as in the paper's footnote 1."""
     queue_size: Count = 32000
-    """The number K of vectors in the queue. The queue has the projected vectors of the newest sentences that the key
-    encoder has encoded; the contrastive loss uses them as negatives. K must be at least the stream's `samples`."""
+    """The number K of sentence vectors in the queue. The queue has the vectors of the sentences that the key encoder
+    has encoded last; L_MoCo uses these vectors as negatives. K must be at least the stream's `samples`."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """The momentum m of the key encoder. The weights of the key encoder are a moving average of the trained encoder's:
-    after each update of the trained encoder, key = m * key + (1 - m) * trained."""
+    """The momentum m of the key encoder. After each update of the trained encoder, each weight of the key encoder
+    becomes m * key + (1 - m) * trained."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The value that m has at the end of the run. m rises from `momentum` to this value along half a cosine, as in BYOL
-    (Grill et al. 2020), so the key encoder changes fast at first and slowly at the end. null: m stays constant."""
+    """The value that m has at the end of the run, at least `momentum`. m rises from `momentum` to this value along half
+    a cosine, as in BYOL (Grill et al. 2020), so the key encoder changes fast at first and slowly at the end. null: m
+    stays constant."""
     projection: Count = 300
-    """The width of z, the projected sentence vector that the contrastive loss compares."""
+    """The width of z, the projected sentence vector that L_MoCo compares."""
     normalize_z: bool = True
     """true: z is L2-normalised, as in MoCo."""
     prefill: bool = True
-    """true: the key encoder fills the queue before the first step; false: the queue fills during training."""
+    """true: the key encoder fills the queue before the first step. false: the queue fills during training."""
     momentum_eval: bool = False
     """true: the key encoder runs without dropout."""
     moco_weight: NotNegative = 1.0
-    """The factor of the contrastive loss L_MoCo. 0: the loss is not computed, and there is no key encoder (the row
-    "-MoCo" in Table 5 of the paper)."""
+    """The factor of L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key encoder (the row "-MoCo"
+    in Table 5 of the paper)."""
     tlm_weight: NotNegative = 1.0
-    """The factor of L_TLM. 0: the loss is not computed (the row "-TLM" in Table 5)."""
+    """The factor of L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in Table 5)."""
     replace_tlm_with_mlm: bool = False
-    """true: the two sentences of a pair are masked and encoded separately (the row "repl TLM w/ MLM" in Table 5).
-    `tlm_weight` is then the factor of the MLM loss."""
+    """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
+    (the row "repl TLM w/ MLM" in Table 5)."""
     mask_prob: Fraction = 0.15
-    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
+    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:
