@@ -218,7 +218,8 @@ def index_tars_in_processes(index_one: Callable[[Path], ScannedTar], paths: list
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
             raise MachineError(
-                "a process that reads tars was killed, perhaps because the memory ran out. Start the command again"
+                f"a process that reads tars in {paths[0].parent} was killed, perhaps because the memory ran out (see "
+                "`dmesg`). Start the command again"
             ) from None
 
 

@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         report.append(f"{len(entries):,} entries with two different words")
     if args.share is not None:
         entries = sample_entries(entries, args.share, args.seed)
-        report.append(f"{len(entries):,} entries of a share {args.share:g} of the words (seed {args.seed})")
+        report.append(f"{len(entries):,} entries chosen by --share {args.share:g} --seed {args.seed}")
     if not entries:
         raise UserError(
             f"no entry is left for {args.out} ({', '.join(report)}). Change the flags, or use other shards or "

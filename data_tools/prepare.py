@@ -129,7 +129,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
             stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
-        print(f"{folder} has finished tasks of an earlier start, which are not repeated", file=sys.stderr)
+        print(f"{folder} has finished tasks of an earlier start. These tasks are not repeated", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(
                 "corpus.yaml or a file that corpus.yaml lists has changed since the command was first started, "

@@ -3,8 +3,8 @@
     xscale data write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     xscale data write_shards mono  --text F... --lang en --out DIR
 
-It does the same as `xscale data prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or
-.zst. `-` is standard input, which must be plain. The directory appears only when it is complete.
+The tool does the same as `xscale data prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2
+or .zst. `-` is standard input, which must be plain. The directory DIR appears only when it is complete.
 """
 
 import argparse

@@ -437,7 +437,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
         ("en-fr.txt", [], "en-de.*does not say that the columns are en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
-        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 entries of a share 0.1"),
+        ("en-de.1.txt", ["--share", "0.1"], "no entry is left for.*0 entries chosen by --share 0.1"),
     ],
 )
 def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary) -> None:

@@ -1,8 +1,8 @@
 """Export a checkpoint as a Hugging Face directory: `xscale export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
-The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
-`SentenceTransformer` (eval/sentence_files.py), and a model card (eval/card.md). If the first argument is a run,
-its newest checkpoint is exported, or with --best its best one.
+The directory HF_DIR has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
+`SentenceTransformer`, and a model card. If the first argument is a run, the run's newest checkpoint is exported, or
+with --best the run's best checkpoint.
 """
 
 import argparse

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -94,7 +95,8 @@ def parse_json(data: bytes, unique_fields: bool = True) -> Any:
 
 def _refuse_repeated_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(fields)) < len(fields):
-        raise ValueError(f"a field of the JSON object occurs twice: {', '.join(name for name, _ in fields)}")
+        names = Counter(name for name, _ in fields)
+        raise ValueError(f"a field of the JSON object occurs twice: {names.most_common(1)[0][0]}")
     return dict(fields)
 
 

@@ -39,7 +39,7 @@ FLAGS: dict[str, str] = {
     "--finetune": "use the command `xscale finetune`",
     "--onnx": "run `optimum-cli export onnx --model HF_DIR OUT` in an environment that has optimum-onnx",
     "eval.finetune --predictions": "xscale does not save predictions; the JSON file of --out has the scores",
-    "eval.finetune --keep": "--out has the scores; to keep a fine-tuned model, train it with transformers' Trainer",
+    "eval.finetune --keep": "--out has the scores; to keep a model, fine-tune the model by transformers' Trainer",
     "eval.finetune --ds_config": "use torchrun --nproc_per_node N without DeepSpeed; the model must fit one GPU",
 }
 """Flag, such as "--data_change" -> what to use instead. If another command keeps the flag, the key names the command:

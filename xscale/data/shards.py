@@ -455,8 +455,9 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
             raise ValueError(
                 f"shard {name!r}: the name must be the name of a tar file, and the SHA-256 must be a string"
             )
-    if len({shard.name for shard in shards}) < len(shards):
-        raise ValueError("the name of a shard occurs twice")
+    for name, times in Counter(shard.name for shard in shards).items():
+        if times > 1:
+            raise ValueError(f"the shard name {name!r} occurs {times} times")
     total = sum(shard.records for shard in shards)
     if not shards or index["records"] != total:
         raise ValueError(f"records {index['records']} is not the sum of the shards' records, {total}")

@@ -34,7 +34,8 @@ class ExportedModel:
             )
         if not path.exists():
             raise UserError(
-                f"--model {path} does not exist. `xscale export RUN_DIR {path}` writes the directory {path}"
+                f"--model {path} does not exist. Correct --model, or write the directory by `xscale export RUN_DIR "
+                f"{path}`"
             )
         lm, has_head = read_pretrained("--model", path)
         self.path = path
@@ -54,8 +55,7 @@ class ExportedModel:
         if self.tokenizer.vocab_size > lm.config.vocab_size:
             raise UserError(
                 f"--model {path}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, but the model has only "
-                f"{lm.config.vocab_size:,} embeddings. Save the tokenizer with which the model was trained in "
-                f"{path}"
+                f"{lm.config.vocab_size:,} embeddings. Save in {path} the tokenizer that the model was trained with"
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="RUN_DIR|FILE.json",
         help="folders of runs, or result files of `xscale eval` and `xscale finetune`",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html", help="file for the page")
     escape_unprintable()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)

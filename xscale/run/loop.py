@@ -95,7 +95,7 @@ class Trainer:
                 )
                 return STOPPED
             check_targets(step.counts, number, self.recipe.at(self.done))
-            self.context.watch.note(f"in step {number}")
+            self.context.watch.note(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
                 self.metrics.add_excluded(number, step.counts.samples, step.counts.cost["tokens"])
                 count_skipped_step(self.engine)

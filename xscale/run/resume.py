@@ -198,8 +198,8 @@ def find_fork_checkpoint(fork: str) -> Path:
     if path not in complete:
         steps = [str(checkpoints.step_from_name(other)) for other in complete]
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. The steps with a complete checkpoint are: "
-            f"{', '.join(steps) or 'none'}"
+            f"--fork {fork}: there is no complete checkpoint {path}. Use one of the steps with a complete "
+            f"checkpoint: {', '.join(steps) or 'there is none'}"
         )
     return path
 

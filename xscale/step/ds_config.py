@@ -136,9 +136,9 @@ def read_ds_config(path: Path) -> dict[str, Any]:
             f"xscale: {names}"
         ) from None
     except ValueError as error:
-        raise UserError(f"--ds_config {path}: {error}") from None
+        raise UserError(f"--ds_config {path}: {error}. Correct the file") from None
     if not isinstance(config, dict):
-        raise UserError(f"--ds_config {path}: the file must be a JSON object")
+        raise UserError(f"--ds_config {path} is not a JSON object. Use a JSON file with a DeepSpeed configuration")
     if problems := config_problems(config):
         raise UserError(f"--ds_config {path}:\n" + indent_lines(problems))
     return config
@@ -161,7 +161,7 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     for name in ("optimizer", "scheduler"):
         section = config.get(name, {"type": ""})
         if not isinstance(section.get("type"), str) or not isinstance(section.get("params", {}), dict):
-            problems.append(f"{name}: `type` must be a string, and `params` must be a JSON object")
+            problems.append(f"{name}: {section} must have a string as `type`, and a JSON object as `params`")
     for name in HALF_PRECISIONS:
         enabled = config.get(name, {}).get("enabled", False)
         if enabled not in (True, False, AUTO) or type(enabled) is int:

@@ -43,7 +43,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
-        raise UserError(f"--ds_config: DeepSpeed refuses the configuration: {error}") from error
+        raise UserError(f"DeepSpeed refuses the ds_config: {error}. Correct the file of --ds_config") from error
     private.check_overflow_by_norm(engine)
     private.set_stage_3_padding_to_zero(engine)
     if encoder := getattr(module, "encoder", None):
@@ -95,7 +95,8 @@ def load_adam(builder: str) -> None:
             private.compile_operator(builder)
     except Exception as error:
         raise UserError(
-            "the ds_config uses DeepSpeed's Adam, which could not be compiled. Install a C++ compiler (on a GPU "
-            "also nvcc), or use PyTorch's Adam: set optimizer.params.torch_adam to true, and remove "
-            f"offload_optimizer. The error of the compiler:\n{directory}: {error}"
+            "the ds_config uses DeepSpeed's Adam, but Adam could not be compiled. Install a C++ compiler (on a GPU "
+            "also nvcc). To use PyTorch's Adam instead, set optimizer.params.torch_adam to true in the file of "
+            "--ds_config, and remove zero_optimization.offload_optimizer. The error of the compiler:\n"
+            f"{directory}: {error}"
         ) from None

@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="xscale finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="Hugging Face directory of the encoder, such as `xscale export` writes")
+    add("--model", required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
     add("--task", choices=TASKS, required=True, help="task for which the encoder is fine-tuned")
     texts: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
     add("--train", **texts, help="training files, one for each language; a model is fine-tuned on each file, and gets "

@@ -10,6 +10,7 @@ Two codes of one language, such as de and deu_Latn, are one language.
 """
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -90,8 +91,11 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     and its translation (a', b') become (a', b) and (a, b'). A question gets the answers in its new context. Raises
     UserError."""
     translations = {example.place: example for example in translated}
-    if len(translations) < len(translated):
-        raise UserError(f"{translated[0].path}: two questions have the same id. Write a different id for each question")
+    for place, times in Counter(example.place for example in translated).items():
+        if times > 1:
+            raise UserError(
+                f"{translated[0].path}: {place} occurs {times} times. Write a different id for each question"
+            )
     switched: list[LabelledExample] = []
     for original in source:
         translation = translations.get(original.place)
