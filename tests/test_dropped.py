@@ -71,13 +71,13 @@ def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
     tlm, more = dropped_pairs_warnings(loader)  # monolingual text is no pair
     share = loader.calibration.correction_for("more").too_long
     assert tlm.startswith("warning: streams.tlm drops ") and more == (
-        f"warning: streams.more drops {share:.1%} of its pairs, because they are longer than data.max_length "
+        f"warning: streams.more drops {share:.1%} of its pairs, because these pairs are longer than data.max_length "
         "(28 tokens). Set a larger data.max_length or data.overlong=truncate, or write "
         "shards without these pairs (`xscale data write_shards pairs ... --max_tokens 28`)"
     )
     assert dropped_pairs_warnings(loader_of(demo, "xlm", *sets, "data.overlong=truncate")) == []
     (phase,) = dropped_pairs_warnings(loader_of(demo, "tlm", "phases=[{until: 9, data.max_length: 28}]"))
-    assert "of its pairs in a phase of the run, because they are longer than data.max_length (28 " in phase
+    assert "of its pairs in a phase of the run, because these pairs are longer than data.max_length (28 " in phase
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -448,7 +448,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test file is in this language. Write --test fr=FILE"),
         (
             "--train en=de.tsv de=de.tsv ger=other.tsv",
-            "two of the training files for supervised scores .in en, de, ger. are in the same language",
+            "files for supervised scores have the languages en, de, ger, and two of these are names of the same",
         ),
         (
             "--train en=de.tsv --test de=other.tsv",

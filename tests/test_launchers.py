@@ -305,7 +305,7 @@ def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "environ", environment | {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
     communicator = SimpleNamespace(Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
-    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py finds 1"):
+    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py finds only 1"):
         ranks.read_launcher()
 
 

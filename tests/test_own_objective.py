@@ -140,7 +140,7 @@ BROKEN = [
     (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "record_kind is 'pairs', and must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",
-        "named weight",
+        "the options weight, but",
     ),
 ]
 

@@ -240,7 +240,7 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
         ({"until": 0.5, "streams.mlmm.samples": 3}, r"streams.mlmm.samples: .*streams.mlm.samples"),
         ({"until": 0.5, "train.warmup": 3}, r"train.warmup: a phase cannot"),
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
-        ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
+        ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: the value 0 .*1 or more"),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
         ({"until": True}, r"until: True .*a whole number, at least 0"),
         ({"data.alpha": 0.5}, r"until: None"),

@@ -86,9 +86,9 @@ def discover_mpi() -> Process:
     communicator = MPI.COMM_WORLD
     if communicator.Get_size() != expected:
         raise UserError(
-            f"mpirun has started {expected} processes, but mpi4py finds {communicator.Get_size()}, because it was "
-            "built for another MPI. Build mpi4py for the MPI of this mpirun by `pip install --no-binary mpi4py "
-            "mpi4py`"
+            f"mpirun has started {expected} processes, but mpi4py finds only {communicator.Get_size()}, because "
+            "mpi4py was built for another MPI. Build mpi4py for the MPI of this mpirun by `pip install --no-binary "
+            "mpi4py mpi4py`"
         )
     discover_mpi_ranks(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()

@@ -509,8 +509,8 @@ def build_recipe(
     if not is_phase or len(idle) == len(streams):
         problems += [
             (
-                f"streams.{name}.samples: 0 pauses a stream, which is possible only in a phase with another active "
-                "stream. Write 1 or more"
+                f"streams.{name}.samples: the value 0 pauses the stream. A stream can be paused only in a phase with "
+                "another active stream. Write 1 or more"
             )
             for name in idle
         ]

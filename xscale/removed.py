@@ -105,7 +105,7 @@ CORPUS_KEYS: dict[str, str] = {
     "conllu": "write the output of `grep '^# text = ' F | cut -c10-` to a file, and name this file by `text:`",
     "score": "remove lines with a low score from the file first, for example by awk",
     "boilerplate": "remove the boilerplate from the file first",
-    "line_keys": "remove the key; the key of a record always has the line number at which its pair or document begins",
+    "line_keys": "remove line_keys; each record's key always has the line number at which the pair or document begins",
 }
 """By key of a source or of the rules in corpus.yaml: "opus"."""
 

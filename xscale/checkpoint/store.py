@@ -135,7 +135,7 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
         return f"does not have the SHA-256 that {MANIFEST} lists"
     foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"has {', '.join(foreign)}; xscale never writes such content, which may run code when the file is loaded"
+        return f"has {', '.join(foreign)}. xscale never writes such content, because loading the content may run code"
     return None
 
 
@@ -153,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError(f"the SHA-256 of its content is not the SHA-256 that its key {OWN_HASH} has")
+            raise ValueError(f"the SHA-256 of the file's content differs from the file's key {OWN_HASH}")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:

@@ -44,7 +44,10 @@ def import_objective(name: str) -> Objective:
         raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')
     taken = [field for field in field_names(objective.options) if field in STREAM_FIELDS]
     if taken:
-        raise UserError(f"{name}: every stream already has fields named {', '.join(taken)}. Rename these options")
+        raise UserError(
+            f"{name}: the objective has the options {', '.join(taken)}, but every stream already has fields with "
+            "these names. Rename the options of the objective"
+        )
     return objective
 
 

@@ -75,7 +75,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
             share = calibration.correction_for(stream.name).too_long
             if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
                 lines.append(
-                    f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because they are "
+                    f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because these pairs are "
                     f"longer than data.max_length ({length} tokens). Set a larger data.max_length or "
                     "data.overlong=truncate, or write shards without these pairs (`xscale data write_shards pairs "
                     f"... --max_tokens {length}`)"

@@ -282,5 +282,5 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
         raise UserError(
             f"--fork: the model has language embeddings of {', '.join(trained)}, but --data has text in "
             f"{', '.join(corpus.languages)}. Use data in the same languages, or start a new run by --set "
-            f"model.init={checkpoint.path}, which adds language embeddings"
+            f"model.init={checkpoint.path}: a new run adds embeddings for new languages"
         )

@@ -58,8 +58,8 @@ def plan_training(
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
         if len(set(map(short_code, texts))) < len(texts):
             raise UserError(
-                f"two of the training files for {setting} scores (in {', '.join(texts)}) are in the same language. "
-                "Remove one of the two files from the command"
+                f"the training files for {setting} scores have the languages {', '.join(texts)}, and two of these are "
+                "names of the same language. Remove one of the two files from the command"
             )
         for language, examples in texts.items():
             path = examples[0].path
