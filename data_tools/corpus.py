@@ -55,7 +55,7 @@ class Length(Strict):
     def check(self) -> Self:
         for bounds in (self.characters, self.tokens):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"the bounds {list(bounds)} must be [minimum, maximum]")
+                raise ValueError(f"the bounds {list(bounds)} must be [minimum, maximum], 0 or more, in this order")
         return self
 
 
@@ -220,7 +220,7 @@ class SourceSpec(Strict):
                 "[en, de], and `links` the path of a file"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError("columns and links: the same column is listed twice")
+            raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
         if self.linked and not self.links:
             raise ValueError("linked: this key needs a file of links. Write links: FILE")
 

@@ -249,7 +249,7 @@ MONO = {"mono": "de", "text": "a"}
         ),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
-        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["the same column is listed twice"]),
+        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["list the same column twice"]),
         (
             {"sources": [{"pairs": ["en", "de"], "tmx": "a", "columns": ["a", "b"]}]},
             ["columns: a source with `tmx` cannot"],

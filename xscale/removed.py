@@ -31,7 +31,7 @@ FLAGS: dict[str, str] = {
     "--part": "start one job per task, each with another --task and --out",
     "--card": "`huggingface_hub.metadata_update` writes scores into the card of a model",
     "eval.run --lexicon_heldout": "the task alignment uses the value of data.lexicon_heldout in the model's training",
-    "eval.run --pairs": "all pairs with English are measured; if a folder of --texts has no English, all pairs",
+    "eval.run --pairs": "all pairs with English are measured; if --texts has no English, all pairs are measured",
     "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
     "--mining_dev": "the task BUCC of mteb chooses the threshold itself",
@@ -113,9 +113,9 @@ COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale train --dry_run` checks recipe and data; `ds_report` checks the machine",
     "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
     # One line for each command.
-    "data_tools.align": "`xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
+    "data_tools.align": "use `xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
     "data_tools.derive": "`python benchmarks/papers/derive.py` in a checkout has the same flags",
-    "xscale.eval.compare": "`xscale report A.json B.json --out table.html`",
+    "xscale.eval.compare": "use `xscale report A.json B.json --out table.html`",
 }
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 

@@ -437,7 +437,10 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
             raise ValueError(f"the field {name} has the value {index[name]!r} instead of a {kind.__name__}")
     check_language_names(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
-        raise ValueError(f"kind {index['kind']!r} does not fit langs {index['langs']}")
+        raise ValueError(
+            f"kind {index['kind']!r} does not fit langs {index['langs']}. The kind must be pair for two languages, "
+            "and mono for one language"
+        )
     if index["layout"] not in LAYOUTS:
         raise ValueError(f"layout {index['layout']!r} is unknown; the layouts are {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
@@ -448,12 +451,12 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(
-                f"shard {name!r}: records {records!r}, bytes {size!r} and crc {crc!r} must be integers, and records "
-                "must be above 0"
+                f"shard {name!r}: records {records!r}, bytes {size!r} and idx_crc32 {crc!r} must be integers, and "
+                "records must be above 0"
             )
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(
-                f"shard {name!r}: the name must be the name of a tar file, and the SHA-256 must be a string"
+                f"shard {name!r}: the name must be the name of a tar file, and sha256 {sha256!r} must be a string"
             )
     for name, times in Counter(shard.name for shard in shards).items():
         if times > 1:

@@ -100,7 +100,7 @@ def build_probes(
             LOG.warning(
                 f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the words that "
                 f"training does not read are single tokens, and the metric needs {FEWEST}. Use a larger "
-                "dictionary, a larger share of withheld words (lexicon_heldout), or a tokenizer with a larger "
+                "dictionary, a larger share of withheld words (data.lexicon_heldout), or a tokenizer with a larger "
                 "vocabulary"
             )
     return probes

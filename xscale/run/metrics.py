@@ -326,19 +326,24 @@ class RunMetrics:
         if self.is_main:
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
                 file.writelines(lines)
-        newest = self.manager.good
-        good = (
-            "no checkpoint before the failure was saved"
-            if newest is None
-            else f"the newest checkpoint before the failure is that of step {newest}"
-        )
         # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
         bad = number - self.skipped_in_a_row if self.fp16 else number
+        skip = f"--set train.skip_steps=[{bad}]"
+        newest = self.manager.good
+        if newest is None:
+            remedy = (
+                f"{self.manager.folder} has no checkpoint from before the failure. Begin a new run in another --out, "
+                f"with {skip}, or with a lower train.lr or a lower weight of the stream"
+            )
+        else:
+            remedy = (
+                f"The newest checkpoint before the failure is that of step {newest}. Continue from this checkpoint and "
+                f"skip the step by --resume {self.manager.path_of_step(newest)} {skip}. Or begin a new run at this "
+                "checkpoint, with a lower train.lr or a lower weight of the stream, by --fork "
+                f"{self.context.out}@{newest} and another --out"
+            )
         raise NotFinite(
-            f"step {number}: {what} is not finite. In {self.manager.folder}, {good}. {path} lists the records of "
-            f"step {number}. Continue from the newest checkpoint before the failure and skip the step (--resume "
-            f"CHECKPOINT --set train.skip_steps=[{bad}]), or begin a new run at this checkpoint with a lower "
-            "train.lr or a lower weight of the stream (--fork RUN@STEP, and another --out)"
+            f"step {number}: {what} is not finite. {path} lists the records of step {number}. {remedy}"
         ) from None
 
     def sync(self) -> None:

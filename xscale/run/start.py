@@ -235,5 +235,5 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         if have < wanted:
             LOG.warning(
                 f"streams.{name}: the queue starts with only {have:,} of {wanted:,} samples, because most pairs "
-                "are longer than data.max_length"
+                "are longer than data.max_length. Set a larger data.max_length or data.overlong=truncate"
             )

@@ -36,7 +36,9 @@ class Sums:
         """Return the sums over several rows, which have the same keys."""
         total_K = rows[0].values_K
         for row in rows[1:]:
-            assert row.keys == rows[0].keys, "an objective returned different terms or metrics for two rows"
+            assert row.keys == rows[0].keys, (
+                f"an objective returned different terms or metrics for two rows: {rows[0].keys} and {row.keys}"
+            )
             total_K = total_K + row.values_K
         return Sums(rows[0].keys, total_K)
 
