@@ -36,13 +36,11 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. The run then accepts an `init` that others have trained only if you set train.lr by --set. model: the
-    weights of a pre-trained model. The run then needs `init`. any: random weights or a pre-trained model."""
+    weights. To start from an `init` that xscale has not trained, you must then set train.lr by --set. model: the
+    weights of a pre-trained model, so that `init` is required. any: random weights or a pre-trained model."""
     init: str | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
-    hub, or a run or checkpoint of xscale. If this model has language embeddings and a stream sets
-    `language_embeddings`, the run also starts from these embeddings. null: random weights in the architecture
-    `preset`."""
+    hub, or a run or checkpoint of xscale. null: random weights in the architecture `preset`."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of an encoder with random weights."""
     tokenizer: str | None = None
@@ -54,9 +52,8 @@ class ModelConfig:
     attention_gain: PositiveFloat | None = None
     """The gain g of attention layers with random weights: the weights of the value and output projections have the
     standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers; in preset tiny,
-    this is g = 0.23. With g = 0.23, the [CLS] vectors of two sentences have a mean cosine of 0.9999, so contrastive
-    losses begin to fall late. With g = 1, the mean cosine is 0.97: contrastive losses begin to fall earlier, and other
-    losses somewhat later."""
+    this is g = 0.23. With g = 1, the [CLS] vectors of different sentences are less similar at first, so contrastive
+    losses begin to fall earlier; other losses begin to fall somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -75,7 +72,7 @@ class StreamConfig:
     below 1 is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de or de-en, whose text and dictionaries the stream
-    reads. null: those of data.languages."""
+    reads. null: the languages in data.languages."""
     options: Any = None
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
@@ -93,7 +90,7 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "drop"
     """What a stream does with sentence pairs of more than `max_length` tokens. drop: the stream leaves these pairs out;
     truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of
-    such pairs. Monolingual text is never left out or cut: it continues in the next sequence."""
+    such pairs."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
     the second one has token type 1. false: both sentences have token type 0. Both also have token type 0 if the model
@@ -134,8 +131,7 @@ class TrainConfig:
     epochs: PositiveFloat | None = None
     """The length of the run, in place of `steps`: the run ends when the recipe's first stream of sentence pairs has
     read `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads each pair `epochs` times.
-    With a lower alpha, the stream reads pairs of small languages more often than pairs of large languages. null:
-    `steps` is the length."""
+    null: `steps` is the length."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1
@@ -161,33 +157,29 @@ class TrainConfig:
     max_tokens: Count | None = None
     """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many as its memory
     holds, up to 65,536; on a CPU, 8,192. A change of `max_tokens` changes only the random masks of dropout and the
-    rounding. More tokens per pass are faster: on an H200, a model of preset xlmr-base trained 1.3 times as many tokens
-    per second with 65,536 tokens per pass as with 16,384."""
+    rounding. More tokens per pass are faster."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
     has none. If the ds_config sets its 16-bit precision to "auto", and the hardware does not support this precision,
     the run trains in fp32."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
-    as an uninterrupted run. The backward pass of attention is then slower. On a CPU, training is always
-    reproducible."""
+    as an uninterrupted run. The backward pass of attention is then slower."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """The number of steps between two expensive measurements: the gradient norm of each stream, which needs a second
-    backward pass, and the alignment scores of dictionaries. The run also measures in step 1. 0: no measurements."""
+    backward pass, and the metrics `alignment/...` of dictionaries. The run also measures in step 1. 0: no
+    measurements."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
     exit code 75. The run always finishes at least one step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
-    """The number of minutes without progress after which the run ends with exit code 5. Before the run ends, each rank
-    writes its stack traces to its log, and the log of rank 0 names the ranks that do not answer. Time in which the
-    process was suspended does not count. null: no limit; but torch.distributed still ends a collective operation that
-    takes 30 minutes."""
+    """The number of minutes without progress after which the run ends with exit code 5. Time in which the process was
+    suspended does not count. null: no limit; but torch.distributed still ends a collective operation that takes 30
+    minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """A list of steps that read their data but do not change the model, such as [500, 501]. The first step is 1. If the
-    loss suddenly rises, resume from an earlier checkpoint and skip the steps in which the loss rose: --set
-    train.skip_steps=[$(seq -s, 81200 81260)] skips the steps 81,200 to 81,260."""
+    """A list of steps that read their data but do not change the model, such as [500, 501]. The first step is 1."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -224,7 +216,7 @@ class CheckpointConfig:
     """The number of steps between two checkpoints. The run also saves a checkpoint before its first step and after its
     last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """The number of newest checkpoints that the run keeps. The run deletes older checkpoints."""
+    """The number of newest checkpoints that the run keeps."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
     row of its results, and a score in this row. For example, heldout/tlm/loss is the loss of the stream tlm in the task

@@ -31,7 +31,8 @@ class MaskedOptions:
     single tokens."""
     language_embeddings: bool = False
     """true: the model adds an embedding of the text's language to the embedding of each token, as in XLM. The language
-    embeddings are rows of the model's token-type table."""
+    embeddings are rows of the model's token-type table. If `model.init` has language embeddings, the run starts from
+    them."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The share of the sequences that get a neutral embedding (token type 0) in place of the language embeddings. From
     these sequences, the model learns to read text whose language is not given."""
