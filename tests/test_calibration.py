@@ -1,6 +1,7 @@
 """What samples will have in tokens, known before they are read."""
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +118,7 @@ def test_streams_without_a_correction_of_their_own() -> None:
 def test_it_is_kept_as_json(loader) -> None:
     made = loader("mixed", "train.max_tokens=1500")
     found = made.calibration
-    kept = json.loads(json.dumps(found.to_dict()))
+    kept = json.loads(json.dumps(asdict(found)))
     assert Calibration.from_dict(kept) == found
     of_version_2 = json.loads(json.dumps(kept))
     for statistics in of_version_2["streams"].values():

@@ -24,7 +24,7 @@ from xscale.data.corpus import run_identity
 from xscale.data.mixture import initial_state
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.files import Lock
 from xscale.models.build import read_pretrained, xscale_field_of_init
 from xscale.ranks import HostGroup, Process
@@ -205,10 +205,13 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[str, Any]) -> None:
+def test_a_manifest_that_is_not_sound_is_passed_over(
+    run: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
-    found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup(), said.append)
+    monkeypatch.setattr(LOG, "warning", said.append)
+    found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup())
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "tries the next older checkpoint" in said[0]
 

@@ -5,7 +5,7 @@ import re
 import shutil
 from argparse import Namespace
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
     head, state = draw(parent, initial_state(parent.streams), 5)
     alone, _ = draw(parent, state, 40)
-    manifest = {"identity": launch.identity(parent), "state": state, "calibration": parent.calibration.to_dict()}
+    manifest = {"identity": launch.identity(parent), "state": state, "calibration": asdict(parent.calibration)}
     saved = json.loads(json.dumps(manifest))
     checkpoint = checkpoints.Checkpoint(Path("step_00000005"), 5, 1, **saved, engine={}, files={})
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -254,7 +254,7 @@ def save(module: StepModule, loader: Loader, path: Path, **more: Any) -> Path:
         if file.is_file()
     }
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "files": sealed}
-    manifest |= {"identity": launch.identity(loader), "calibration": loader.calibration.to_dict()}
+    manifest |= {"identity": launch.identity(loader), "calibration": asdict(loader.calibration)}
     manifest |= {"engine": {"stage": 0}} | more
     (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
     return path

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def test_shares_of_each_phase(plan: Loader) -> None:
 
 
 def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> None:
-    kept = json.loads(json.dumps(plan.calibration.to_dict()))
+    kept = json.loads(json.dumps(asdict(plan.calibration)))
     again = Calibration.from_dict(kept)
     assert again == plan.calibration and len(again.phases) == len(PHASES)
     assert resume_calibration(plan.recipe, plan.corpus, None, HostGroup(alone=True)).phases == again.phases

@@ -17,9 +17,6 @@ from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
-WriteModel = Callable[[int, Path], None]
-"""A function of a step and of a checkpoint's directory. It writes the model's config and the tokenizer there. Rank 0
-calls it."""
 WrittenFiles = dict[str, dict[str, Any]] | OSError
 """The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
@@ -36,14 +33,15 @@ class CheckpointManager:
         *,
         keep: int,
         saved: int | None,
-        write_model: WriteModel,
+        write_model: Callable[[Path], None],
         note: Callable[[str], None] = lambda doing: None,
-        published: Callable[[int, Path], set[int]] = lambda step, path: set(),
+        published: Callable[[], set[int]] = set,
     ):
         """folder: the run's folder of checkpoints. keep: the number of newest checkpoints that are kept. saved: the
-        step of the run's own checkpoint from which the engine was loaded, or None. note: a function that gets a
-        description of each action. published: a function that rank 0 calls with the step and path of each new
-        checkpoint; it returns the steps whose checkpoints are kept, too."""
+        step of the run's own checkpoint from which the engine was loaded, or None. write_model: a function that
+        writes the model's config and the tokenizer into a directory; rank 0 calls it. note: a function that gets a
+        description of each action. published: a function that rank 0 calls after each new checkpoint; it returns the
+        steps whose checkpoints are kept, too."""
         self.engine = engine
         self.folder = folder
         self.host_group = host_group
@@ -94,7 +92,7 @@ class CheckpointManager:
         if good:
             self.good = step
         if self.host_group.is_main:
-            needed_steps = set(self.published(step, self.path_of_step(step)))
+            needed_steps = set(self.published())
             if self.good is not None:
                 needed_steps.add(self.good)
             store.remove_old(self.folder, self.keep, needed_steps)
@@ -108,19 +106,15 @@ class CheckpointManager:
             contents[store.AUXILIARY_STATES] = auxiliary
         return contents
 
-    def _make_empty_folder(self, folder: Path) -> OSError | None:
-        """Make the empty directory `folder` for a checkpoint, on rank 0. Return an OSError if that fails, or else
-        None."""
-        try:
-            files.remove(folder)
-            folder.mkdir(parents=True)
-        except OSError as error:
-            return error
-        return None
-
     def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
-        problem = self._make_empty_folder(self.partial_path_of_step(step)) if self.host_group.is_main else None
+        problem = None
+        if self.host_group.is_main:
+            try:
+                files.remove(self.partial_path_of_step(step))
+                self.partial_path_of_step(step).mkdir(parents=True)
+            except OSError as error:
+                problem = error
         if not self.host_group.value_from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)
@@ -140,7 +134,7 @@ class CheckpointManager:
             self.note(f"saving the checkpoint of step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
         if self.host_group.is_main:
-            self.write_model(step, folder)
+            self.write_model(folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
         for name in names:

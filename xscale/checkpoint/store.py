@@ -8,7 +8,6 @@ An incomplete directory is removed by a later save.
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +18,7 @@ import torch
 
 from xscale import files
 from xscale.deepspeed_private import KNOWN_TYPES
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.files import PARTIAL
 from xscale.ranks import HostGroup
 
@@ -88,14 +87,14 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1]
 
 
-def find_newest_valid(folder: Path, host_group: HostGroup, warn: Callable[[str], None]) -> Checkpoint | None:
+def find_newest_valid(folder: Path, host_group: HostGroup) -> Checkpoint | None:
     """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
-    get the same one. warn: a function that is called with a message about each damaged one."""
+    get the same one."""
     for path in reversed(list_checkpoints(folder)):
         problem = find_damage(path, host_group)
         if problem is None:
             return read_checkpoint(path)
-        warn(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
+        LOG.warning(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
     return None
 
 
@@ -203,20 +202,6 @@ def sync_and_hash(path: Path) -> dict[str, Any]:
     """Sync a file to disk, and return its entry in the manifest."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
-
-
-def withdraw_later(folder: Path, step: int) -> list[Path]:
-    """Make the checkpoints of steps after `step` incomplete, because a run does these steps again, and write `latest`.
-    The next save removes them. Return their paths, from the newest on."""
-    later = [path for path in reversed(list_checkpoints(folder)) if step_from_name(path) > step]
-    for path in later:
-        withdrawn = files.partial_path(path)
-        files.remove(withdrawn)
-        path.rename(withdrawn)
-    left = list_checkpoints(folder)
-    if later and left:
-        files.write_text(folder / LATEST, left[-1].name)
-    return later
 
 
 def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:

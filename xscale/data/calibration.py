@@ -5,10 +5,11 @@ sequences that a stream uses twice. So the statistics of each stream are measure
 before step 1 (calibrate.py), and saved in checkpoints.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from xscale.recipe import Schedule
 
@@ -61,17 +62,7 @@ class Calibration:
         a, b = self.lines[source]
         return np.maximum(a * length + b, 1.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Calibration":
-        """Return the calibration whose `to_dict` is `tree`. Version 0.2 also saved statistics that are ignored here."""
-        corrections = list[dict[str, Correction]]()
-        for fields_of_streams in (tree["streams"], *tree["phases"]):
-            correction_of_stream = dict[str, Correction]()
-            for name, fields in fields_of_streams.items():
-                correction_of_stream[name] = Correction(fields["ratio"], fields["beyond"], fields["too_long"])
-            corrections.append(correction_of_stream)
-        lines = [(a, b) for a, b in tree["lines"]]
-        return cls(lines, corrections[0], corrections[1:])
+        """Return the calibration that a checkpoint has. Version 0.2 also saved statistics that are ignored here."""
+        return TypeAdapter(cls).validate_python(tree)

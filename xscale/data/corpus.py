@@ -1,6 +1,6 @@
 """The corpus of a run: its sources, tokenizer, dictionaries and streams. They are checked before the model is built."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.shards import Shard, Source, find_sources, keep_first_records
+from xscale.data.shards import Shard, Source, find_sources, keep_first_records, languages_of
 from xscale.data.stream import (
     Stream,
     check_data_languages,
@@ -21,13 +21,10 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import exists_or_is_hub_name, map_in_threads
 from xscale.ranks import HostGroup
-from xscale.recipe import Recipe, Schedule, with_steps_of_epochs
+from xscale.recipe import Objectives, Recipe, Schedule, with_steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of these files."""
-
-Objectives = Mapping[str, Any]
-"""Name -> Objective (objectives/base.py)."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +126,6 @@ def open_corpus(
         and tokenizer.pair.segments
         and model_has_segments,
     )
-
-
-def languages_of(sources: Sequence[Source]) -> set[str]:
-    return set(chain.from_iterable(source.langs for source in sources))
 
 
 # Files

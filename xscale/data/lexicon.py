@@ -30,7 +30,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.ragged import Ragged
 from xscale.data.scripts import find_spellings
-from xscale.data.shards import Source
+from xscale.data.shards import Source, languages_of
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -263,7 +263,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
     """Return the dictionaries for the languages of the sources in the folder `lexicon` of `data`, or if it has none, in
     that of its parent. Of two files of a pair, such as de-en and en-de, return only the first by name."""
-    languages = set(chain.from_iterable(source.langs for source in sources))
+    languages = languages_of(sources)
     for folder in (data, data.resolve().parent):
         path_of_pair: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):

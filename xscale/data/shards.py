@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,10 @@ def source_fingerprint(index: dict[str, Any]) -> str:
     shards = [[shard["records"], shard["sha256"]] for shard in index["shards"]]
     content = [1, index["langs"], shards]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def languages_of(sources: Iterable[Source]) -> set[str]:
+    return set(chain.from_iterable(source.langs for source in sources))
 
 
 def list_source_folders(directory: Path) -> list[Path]:

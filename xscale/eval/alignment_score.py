@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.corpus import Corpus, languages_of
+from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
 from xscale.data.scripts import find_spellings
-from xscale.data.shards import Source, sample_texts
+from xscale.data.shards import Source, languages_of, sample_texts
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores

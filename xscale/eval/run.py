@@ -13,10 +13,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from xscale import files
-from xscale.data.corpus import languages_of
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
-from xscale.data.shards import Source, find_sources, pair_name
+from xscale.data.shards import Source, find_sources, languages_of, pair_name
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Trainer:
             saved=self.done if checkpoint and is_checkpoint_of_run(checkpoint, context.out) else None,
             write_model=self.write_model,
             note=context.watch.note,
-            published=lambda step, path: self.evaluations.name_best_checkpoint(),
+            published=lambda: self.evaluations.name_best_checkpoint(),
         )
         self.metrics = RunMetrics(context, self.recipe, self.manager, self.done, trace)
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
@@ -70,6 +71,7 @@ class Trainer:
         tasks = make_task_functions(loader, engine, context.process, context.watch.note)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)
+        self.files = (self.metrics.lines, self.metrics.trace, self.evaluations.lines)
 
     def begin(self) -> None:
         """Evaluate and save before the first step of a run. So a run that cannot save fails at once, and not after a
@@ -100,7 +102,7 @@ class Trainer:
                 self.metrics.add_excluded(number, step.counts.samples, step.counts.cost["tokens"])
                 count_skipped_step(self.engine)
             else:
-                self.metrics.add(self.train_step(step, started))
+                self.metrics.unreported.append(self.train_step(step, started))
             self.done = number
             self.positions = step.batch.state
             self.context.stop.arm_time_limit()
@@ -155,28 +157,28 @@ class Trainer:
         numbers["step_s"] = seconds
         numbers["tokens_per_s"] = counts.cost["tokens"] / seconds
         numbers["samples_per_s"] = counts.samples / seconds
-        return UnreportedStep(number, step.batch, result, counts.targets, numbers)
+        return UnreportedStep(step.batch, result, counts.targets, numbers)
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
         self.metrics.flush()
-        self.metrics.sync()
-        self.evaluations.lines.try_flush(to_disk=True)
+        for lines in self.files:  # before a checkpoint says that their steps are done
+            lines.try_flush(to_disk=True)
         loader = self.loader
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),
             "state": self.positions,
             "sources": describe_sources_read(self.positions, loader.streams, loader.corpus.sources),
-            "calibration": loader.calibration.to_dict(),
+            "calibration": asdict(loader.calibration),
             "engine": self.config.settings_in_checkpoint(),
         }
         self.manager.save(self.done, manifest, good=not self.metrics.skipped_in_a_row, must_succeed=must_succeed)
 
-    def write_model(self, step: int, path: Path) -> None:
+    def write_model(self, path: Path) -> None:
         """Write the tokenizer and the model's config to a checkpoint. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
     def close(self) -> None:
-        for lines in (self.evaluations.lines, self.metrics.lines, self.metrics.trace):
+        for lines in self.files:
             lines.finish()

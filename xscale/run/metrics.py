@@ -156,8 +156,6 @@ class TensorBoardWriter:
 class UnreportedStep(NamedTuple):
     """A step whose sums are still on the device."""
 
-    step: int
-    """The number of the step, from 1."""
     batch: StepBatch
     result: StepResult
     targets: Counts
@@ -168,15 +166,16 @@ class UnreportedStep(NamedTuple):
     def metrics_line(self, sums_K: list[float], language_counts: list[float], recipe: Recipe) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. sums_K: the sums of `result`, and language_counts: the counts of
         `batch`, both over all ranks. recipe: the recipe of the run."""
-        recipe = recipe.at(self.step - 1)
+        step = self.batch.step
+        recipe = recipe.at(step)
         sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
         counts = dict(zip(self.batch.counts_with_languages(), map(int, language_counts), strict=True))
         metrics = stream_metrics(sums, self.targets, recipe)
         loss = 0.0
         for stream in recipe.streams:
             if f"loss/{stream}" in metrics:
-                loss += recipe.stream_weight(stream, self.step - 1) * metrics[f"loss/{stream}"]
-        entry = {"step": self.step, "loss": loss} | metrics
+                loss += recipe.stream_weight(stream, step) * metrics[f"loss/{stream}"]
+        entry = {"step": step + 1, "loss": loss} | metrics
         for key, count in self.targets.items():
             if key.name == "count":  # the first count of a stream is that of its first term
                 entry.setdefault(f"count/{key.stream}", count)
@@ -225,6 +224,7 @@ class RunMetrics:
         self.started = time.monotonic()
         self.last_line = 0.0
         self.unreported: list[UnreportedStep] = []
+        """The steps whose numbers the next `flush` reads from the device."""
         self.last_flush = time.monotonic()
         """The time at which metrics were last read, or at which rank 0 asked to read them."""
         self.fp16: bool = manager.engine.fp16_enabled()
@@ -237,10 +237,6 @@ class RunMetrics:
             return False
         self.last_flush = time.monotonic()
         return True
-
-    def add(self, step: UnreportedStep) -> None:
-        """Note a step. The next `flush` reads its numbers from the device."""
-        self.unreported.append(step)
 
     def add_excluded(self, number: int, samples: int, tokens: int) -> None:
         """Report an excluded step, whose records were read without changing the model."""
@@ -345,11 +341,6 @@ class RunMetrics:
         raise NotFinite(
             f"step {number}: {what} is not finite. {path} lists the records of step {number}. {remedy}"
         ) from None
-
-    def sync(self) -> None:
-        """Write all lines to disk, before a checkpoint says that their steps are done."""
-        self.lines.try_flush(to_disk=True)
-        self.trace.try_flush(to_disk=True)
 
     def log_progress(self, entry: dict[str, Any]) -> None:
         """Log a progress line from time to time, such as

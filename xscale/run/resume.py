@@ -102,7 +102,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
         return verify_checkpoint(path, "--resume", host_group)
     if resume == "auto" or (path / "checkpoints").is_dir():
         path /= "checkpoints"
-    if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
+    if checkpoint := checkpoints.find_newest_valid(path, host_group):
         return checkpoint
     if resume != "auto":
         raise UserError(f"--resume {resume} has no complete checkpoint. Use a checkpoint, or a run with a checkpoint")
@@ -126,7 +126,14 @@ def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpo
 def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
     """Withdraw the checkpoints in `out` of steps after `checkpoint`, from which --resume DIR continues the run. Without
     this, a later start would continue from them, and not from the steps that are done again. Rank 0 only."""
-    for path in checkpoints.withdraw_later(out / "checkpoints", checkpoint.step):
+    directory = out / "checkpoints"
+    for path in reversed(checkpoints.list_checkpoints(directory)):
+        if checkpoints.step_from_name(path) <= checkpoint.step:
+            files.write_text(directory / checkpoints.LATEST, path.name)
+            break
+        withdrawn = files.partial_path(path)  # the next save removes it
+        files.remove(withdrawn)
+        path.rename(withdrawn)
         LOG.warning(
             f"checkpoint {path} is of a later step than {checkpoint.path}, from which the run continues. The run "
             f"removes {path} when it saves the next checkpoint"
