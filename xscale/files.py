@@ -220,6 +220,15 @@ class Lock:
             )
 
 
+def check_link(path: Path) -> None:
+    """Raise UserError if the path is a symbolic link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(
+            f"{path} is a symbolic link to {path.readlink()}, which does not exist. Restore {path.readlink()}, or "
+            "remove the link"
+        )
+
+
 def list_files(folder: Path) -> list[Path]:
     """Return the files in a folder and in the folders below it, sorted, without hidden ones. Symbolic links are
     followed, and a folder to which several links lead is read once. Raises UserError for a link to nothing, and
@@ -241,11 +250,7 @@ def list_files(folder: Path) -> list[Path]:
             path = Path(place, name)
             if name.startswith("."):
                 continue
-            if path.is_symlink() and not path.exists():
-                raise UserError(
-                    f"{path} is a symbolic link to {path.readlink()}, which does not exist. Restore {path.readlink()}, "
-                    "or remove the link"
-                )
+            check_link(path)
             if path.is_file():
                 paths.append(path)
     return sorted(paths)

@@ -214,7 +214,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         sequences = stream_batch.sequences
         ids.append(sequences.ids)
         positions.append(sequences.positions)
-        types.append(token_types(stream_batch))
+        types.append(getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(sequences.ids))
         sequence_lengths.append(sequences.lengths)
         ends.append(sum(map(len, ids)))
     if ends[-1] == 0:
@@ -239,12 +239,6 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         longest=int(sorted_lengths[0]),
     )
     return tokens, np.split(place, ends)[:-1]
-
-
-def token_types(stream_batch: StreamBatch) -> np.ndarray:
-    """Return the token type of each token of a stream batch [N]."""
-    sequences = stream_batch.sequences
-    return getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(sequences.ids)
 
 
 def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:

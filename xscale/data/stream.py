@@ -51,24 +51,19 @@ class Stream:
     def with_sources_of_all_phases(self, sources: Sequence[Source], read_in_any_phase: Collection[int]) -> "Stream":
         """Return the stream with the sources that it reads in any phase. Those that it does not read in its own phase
         are idle. sources: the sources of the run."""
+        names = set[str]()
+        for number in read_in_any_phase:
+            names.update((sources[number].sorted_name, *sources[number].langs))
         return replace(
             self,
             sources=tuple(sorted(read_in_any_phase)),
             idle=frozenset(read_in_any_phase).difference(self.sources),
-            language_groups=languages_and_pairs(sources, read_in_any_phase),
+            language_groups=tuple(sorted(names)),
         )
 
     def record_count(self, sources: Sequence[Source]) -> int:
         """Return the number of records of the sources that the stream reads. sources: the sources of the run."""
         return sum(sources[source].records for source in self.read_sources)
-
-
-def languages_and_pairs(sources: Sequence[Source], chosen_numbers: Collection[int]) -> tuple[str, ...]:
-    """Return the languages and pairs of the chosen sources, in alphabetical order."""
-    names = set[str]()
-    for source in chosen_numbers:
-        names.update((sources[source].sorted_name, *sources[source].langs))
-    return tuple(sorted(names))
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
@@ -128,6 +123,15 @@ def check_data_languages(languages: list[str] | None, sources: list[Source]) -> 
         )
 
 
+def matching_sources(record_kind: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
+    """Return the indices of the sources with this kind of record, in these languages; None: in any language."""
+    chosen = list[int]()
+    for number, source in enumerate(sources):
+        if source.kind == record_kind and (languages is None or matches_languages(languages, source.langs)):
+            chosen.append(number)
+    return tuple(chosen)
+
+
 def select_sources(
     stream: str,
     record_kind: str,
@@ -139,10 +143,7 @@ def select_sources(
     languages; None: those of `data_languages`, which is data.languages. Raises UserError if the stream, or one of its
     own languages, has no source."""
     wanted = data_languages if languages is None else languages
-    chosen = []
-    for number, source in enumerate(sources):
-        if source.kind == record_kind and (wanted is None or matches_languages(wanted, source.langs)):
-            chosen.append(number)
+    chosen = matching_sources(record_kind, wanted, sources)
     absent = absent_languages(languages, [sources[number] for number in chosen])
     if absent or not chosen:
         available = ", ".join(f"{source.sorted_name} ({source.kind})" for source in sources)
@@ -152,4 +153,4 @@ def select_sources(
             f"but --data has only {available}. Add to --data a folder that `xscale data write_shards "
             f"{'pairs' if record_kind == 'pair' else 'mono'}` has written, or change streams.{stream}.languages"
         )
-    return tuple(chosen)
+    return chosen

@@ -19,7 +19,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records
-from xscale.data.stream import Stream, matches_languages, unify_language_names
+from xscale.data.stream import Stream, matching_sources, unify_language_names
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.bootstrap import mean
@@ -103,16 +103,11 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     is none."""
     streams = list[Stream]()
     for stream in corpus.streams.last:
-        languages = recipe.streams[stream.name].languages
-        chosen = list[int]()
-        for number, source in enumerate(sources):
-            wanted = languages is None or matches_languages(languages, source.langs)
-            if source.kind == stream.objective.record_kind and wanted:
-                chosen.append(number)
+        chosen = matching_sources(stream.objective.record_kind, recipe.streams[stream.name].languages, sources)
         if chosen and stream.objective.needs == "links":
-            chosen = list(select_linked_sources(stream.name, tuple(chosen), sources))
+            chosen = select_linked_sources(stream.name, chosen, sources)
         if chosen:
-            stream = replace(stream, sources=tuple(chosen)).with_sources_of_all_phases(sources, chosen)
+            stream = replace(stream, sources=chosen).with_sources_of_all_phases(sources, chosen)
             streams.append(replace(stream, samples=stream.record_count(sources)))
     if not streams:
         raise UserError(

@@ -26,24 +26,21 @@ class MomentumEncoder:
         self.encoder = encoder
         base: Any = copy.deepcopy(encoder.lm.base_model)
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
-        self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
+        self.masters.to(torch.promote_types(next(self.query.parameters()).dtype, torch.float32))
         self.masters.train()  # the modules of a loaded model are in evaluation mode
         self._cast: nn.ModuleList | None = None
         """A copy of the masters in the query encoder's data type; None until a copy is needed."""
 
-    def _query_parameter(self) -> nn.Parameter:
-        return next(self.query.parameters())
-
     def _move_masters_to_query(self) -> None:
         """Move the masters to the query encoder's device if needed. The check is worthwhile, because `Module.to` always
         takes milliseconds."""
-        device = self._query_parameter().device
+        device = next(self.query.parameters()).device
         if next(self.masters.parameters()).device != device:
             self.masters.to(device)
 
     def key_modules(self, dropout: bool) -> tuple[Encoder, nn.Module]:
         """Return the key encoder and its projection in the query encoder's data type, in training mode if `dropout`."""
-        query = self._query_parameter()
+        query = next(self.query.parameters())
         self._move_masters_to_query()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:

@@ -47,6 +47,18 @@ class Sums:
         return dict(zip(self.keys, self.values_K.tolist(), strict=True))
 
 
+def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
+    """Return the count over the whole step by which a term's sum is divided, at least 1. key: the term's `loss_key`."""
+    objective = recipe.streams[key.stream].objective
+    counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
+    count = counts.get(count_key(key.stream, counted))
+    assert count is not None, (
+        f"streams.{key.stream}: the function collate of the objective {objective}: the returned target_counts do not "
+        f"have {counted}"
+    )
+    return max(count, 1)
+
+
 def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe) -> dict[str, float]:
     """Return the losses and metrics of whole streams by name, each divided by its number of targets. sums, counts:
     summed over all ranks."""
@@ -58,10 +70,8 @@ def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe)
         if key.name != "loss":
             metrics[f"{key.name}/{key.stream}"] = value / max(counts[count_key(key.stream, key.term)], 1)
             continue
-        objective = OBJECTIVES[stream.objective]
-        factors = objective.terms(stream.options)
-        counted = objective.divisors.get(key.term, key.term)
-        mean = value / max(counts[count_key(key.stream, counted)], 1)
+        factors = OBJECTIVES[stream.objective].terms(stream.options)
+        mean = value / divisor_of_term(counts, key, recipe)
         name = f"loss/{key.stream}"
         metrics[name] = metrics.get(name, 0.0) + factors[key.term] * mean
         if len(factors) > 1:
