@@ -54,7 +54,7 @@ class Problem:
         column = first + np.where(masked[row] - first < half, half, 0) + cells % half
 
         one_head = Gather.sums(column, np.bincount(row, minlength=R))
-        two_heads = Gather.concat([Gather.single(masked), one_head], [0, 0])
+        two_heads = Gather.concat([Gather.single(masked), one_head])
         self.masked = torch.from_numpy(masked).to(DEVICE)
         self.row = torch.from_numpy(row).to(DEVICE)
         self.column = torch.from_numpy(column).to(DEVICE)

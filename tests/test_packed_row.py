@@ -105,12 +105,13 @@ def test_a_gather_and_its_transpose(states: list[list[int]]) -> None:
 def test_gathers_of_several_parts(parts: list[list[list[int]]]) -> None:
     """The states of all parts, whose tokens stand one after the other."""
     gathers = [gather_of(states) for states in parts]
-    first_token = [12 * number for number in range(len(parts))]
     first_state = np.cumsum([0, *map(len, parts)])[:-1].tolist()
-    whole = Gather.concat(gathers, first_token)
+    whole = Gather.concat(gather.shift(12 * number) for number, gather in enumerate(gathers))
     expected = [[12 * n + token for token in state] for n, states in enumerate(parts) for state in states]
     assert lists(whole) == expected
-    backward = Gather.concat([gather.transpose(12) for gather in gathers], first_state)
+    backward = Gather.concat(
+        gather.transpose(12).shift(first) for gather, first in zip(gathers, first_state, strict=True)
+    )
     assert lists(backward) == lists(whole.transpose(12 * len(parts)))
 
 

@@ -45,8 +45,8 @@ Counts = dict[MetricKey, int]
 """The counts of a row or a step by key: "count" (targets), "drawn" and "too_long" (pairs)."""
 
 
-def loss_key(stream: str, term: str, language: str = "") -> MetricKey:
-    return MetricKey("loss", stream, term, language)
+def loss_key(stream: str, term: str) -> MetricKey:
+    return MetricKey("loss", stream, term)
 
 
 def count_key(stream: str, counted: str, language: str = "") -> MetricKey:

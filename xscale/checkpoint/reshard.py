@@ -54,7 +54,7 @@ class SavedPartitions:
     """The weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it is
     first needed, and only the elements that `read_elements` returns are read from disk."""
 
-    def __init__(self, path: Path, names: list[str], rank_fraction: float = 0.0):
+    def __init__(self, path: Path, names: list[str], rank_fraction: float):
         """Open one of the files, which has the places of all parameters.
 
         names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the

@@ -202,7 +202,7 @@ def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int
     return [ids[word] for word in words]
 
 
-def languages_in_file_name(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
+def languages_in_file_name(path: Path, languages: Collection[str]) -> tuple[str, str]:
     """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. If `languages` has another spelling
     of a language, return that spelling: en and de for eng-deu.txt. Raises UserError."""
     pair = split_pair_name(path.name.partition(".")[0], languages)
@@ -218,7 +218,7 @@ def languages_in_file_name(path: Path, languages: Collection[str] = ()) -> tuple
     return (spelled[0], spelled[1]) if spelled[0] != spelled[1] else pair
 
 
-def split_pair_name(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
+def split_pair_name(name: str, languages: Collection[str]) -> tuple[str, str] | None:
     """Return the two languages in a name, ("en", "zh-CN") for "en-zh-CN", or None if they are unclear. Two of
     `languages` are preferred to names that only look like languages."""
     parts = name.split("-")

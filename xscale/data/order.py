@@ -228,7 +228,7 @@ def arrange_text_by_rooms(
     return order, sample_ends
 
 
-def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
+def window_count(counts: np.ndarray, window: int) -> int:
     """Return the number of windows of a source. counts: number of records of each shard [n_shards]. window: the wanted
     number of records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))

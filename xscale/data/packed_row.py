@@ -94,15 +94,15 @@ class Row:
         places = list[np.ndarray]()
         gathers = list[Gather]()
         first_token = 0
-        first_place = [0]
+        first_place = 0
         for row in rows:
             tokens.append(row.tokens)
             places.append(row.places + first_token)
-            gathers.append(row.gather)
+            gathers.append(row.gather.shift(first_place))
             first_token += len(row.tokens.input_ids)
-            first_place.append(first_place[-1] + len(row.places))
-        gather = Gather.concat(gathers, first_place[:-1])
-        return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place[-1]))
+            first_place += len(row.places)
+        gather = Gather.concat(gathers)
+        return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place))
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its arrays as tensors on the device. Tokens.lengths becomes a tensor on the host.
@@ -199,7 +199,7 @@ def join_gathers(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndar
     for stream_batch, place in zip(stream_batches, places, strict=True):
         for states in stream_batch.states.values():
             gathers.append(Gather(states.offsets, place[states.columns]))
-    return Gather.concat(gathers, [0] * len(gathers))
+    return Gather.concat(gathers)
 
 
 def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:

@@ -111,14 +111,18 @@ class Gather(NamedTuple):
         the number of tokens of each sum [S]."""
         return Gather(offsets_from_counts(counts), tokens.astype(np.int32))
 
+    def shift(self, tokens: int) -> "Gather":
+        """Return the gather for a row in which the tokens follow `tokens` other tokens."""
+        return self._replace(columns=self.columns + tokens)
+
     @staticmethod
-    def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":
-        """Join several gathers into one. first_columns: for each gather, the number that is added to its columns."""
+    def concat(gathers: Iterable["Gather"]) -> "Gather":
+        """Return the states of several gathers, which read the tokens of one row."""
         counts = [NO_NUMBERS]
         columns = [NO_NUMBERS]
-        for gather, first_column in zip(gathers, first_columns, strict=True):
+        for gather in gathers:
             counts.append(np.diff(gather.offsets))
-            columns.append(gather.columns + first_column)
+            columns.append(gather.columns)
         return Gather.sums(np.concatenate(columns), np.concatenate(counts))
 
     def transpose(self, tokens: int) -> "Gather":

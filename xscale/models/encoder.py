@@ -4,7 +4,7 @@ Shape letters: N tokens of a row, P tokens whose states are read, B sequences, H
 embeddings, M selected states, V vocabulary.
 """
 
-import operator
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,21 +102,16 @@ class Encoder(nn.Module):
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        return self._states(self.lm.base_model, row, seed, operator.call, places)
+        # Without this, the states of earlier layers would stay in memory.
+        only_last = deque(self._states(self.lm.base_model, row, seed, places), maxlen=1)
+        return only_last.pop()
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
         no dropout in evaluation mode."""
         if self._states is padded_states:
             return padded_layers(self.lm.base_model, row, all_layers=True)
-        inputs = []
-
-        def keep(layer: Callable[..., Tensor], module: nn.Module, x: Tensor, *arguments: Any) -> Tensor:
-            inputs.append(x)
-            return layer(module, x, *arguments)
-
-        last = self._states(self.lm.base_model, row, 0, keep)
-        return [*inputs, last]
+        return list(self._states(self.lm.base_model, row, seed=0, places=None))
 
     def set_dropout(self, p: float | None) -> None:
         """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""

@@ -1,5 +1,5 @@
-"""Forward passes over a packed (flat) row of tokens with Hugging Face's weights. They return the hidden states of all
-tokens, or only of those that a loss reads.
+"""Forward passes over a packed (flat) row of tokens with Hugging Face's weights. They yield the hidden states of each
+layer: of all tokens, and in the last layer only of those tokens that a loss reads.
 
 The last layer computes its feed-forward part only for the tokens whose states are returned: nothing else reads it.
 
@@ -11,7 +11,7 @@ H hidden width, A heads, D width of a head.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ from xscale.deepspeed_private import is_partitioned
 from xscale.models.attention import attention, dropout
 from xscale.ops.dropout_add_norm import can_fuse, fused_dropout_add_norm
 from xscale.ops.rotation import rotate_
-
-Run = Callable[..., Tensor]
-"""A function that calls a layer's function on its arguments, and may keep the layer's input."""
 
 
 def _dropout_rate(drop: nn.Module) -> float:
@@ -54,9 +51,9 @@ def take_places(x_NH: Tensor, places_P: Tensor | None) -> Tensor:
     return x_NH if places_P is None else _TakePlaces.apply(x_NH, places_P)
 
 
-def bert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
-    """Return the last hidden states of a row [N, H], or those at `places` [P, H], for BertModel and models of the same
-    structure."""
+def bert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+    """Yield the hidden states of a row [N, H] after the embeddings and after each layer, for BertModel and models of
+    the same structure. After the last layer, these are only the states at `places` [P, H], unless `places` is None."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
     positions = row.positions + first_position(model.config)
@@ -64,8 +61,9 @@ def bert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | N
     x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
     last = len(model.encoder.layer) - 1
     for number, layer in enumerate(model.encoder.layer):
-        x = run(_bert_layer, layer, x, row, seed, number, places if number == last else None)
-    return x
+        yield x
+        x = _bert_layer(layer, x, row, seed, number, places if number == last else None)
+    yield x
 
 
 def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, places: Tensor | None) -> Tensor:
@@ -101,9 +99,8 @@ def _qkv(attention_weights: Any, x: Tensor) -> Tensor:
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
-def modernbert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
-    """Return the last hidden states of a row [N, H], or those at `places` [P, H], for ModernBertModel (Warner et al.
-    2024)."""
+def modernbert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+    """Yield the same as bert_states, for ModernBertModel (Warner et al. 2024). The last states are normalised."""
     c, e = model.config, model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
@@ -111,8 +108,9 @@ def modernbert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tens
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
         window = c.local_attention // 2 if kind == "sliding_attention" else None
         places_here = places if number == last else None
-        x = run(_modernbert_layer, layer, x, row, seed, number, rotations[kind], window, places_here)
-    return model.final_norm(x)
+        yield x
+        x = _modernbert_layer(layer, x, row, seed, number, rotations[kind], window, places_here)
+    yield model.final_norm(x)
 
 
 def _modernbert_layer(
@@ -150,10 +148,10 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
-def padded_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
-    """Return any Hugging Face encoder's last hidden states [N, H], or those at `places` [P, H], by its own forward pass
-    over padded sequences."""
-    return take_places(padded_layers(model, row)[-1], places)
+def padded_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+    """Yield only the last hidden states of any Hugging Face encoder [N, H], or those at `places` [P, H], computed by
+    the encoder's own forward pass over padded sequences."""
+    yield take_places(padded_layers(model, row)[-1], places)
 
 
 def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
@@ -182,7 +180,7 @@ def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Ten
     return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 
 
-FLAT: dict[str, Callable[..., Tensor]] = {
+FLAT: dict[str, Callable[..., Iterator[Tensor]]] = {
     "bert": bert_states,
     "roberta": bert_states,
     "xlm-roberta": bert_states,
@@ -192,7 +190,7 @@ FLAT: dict[str, Callable[..., Tensor]] = {
 """Model type -> its flat forward pass. Models of other types read padded sequences."""
 
 
-def flat_or_padded_states(config: Any) -> Callable[..., Tensor]:
+def flat_or_padded_states(config: Any) -> Callable[..., Iterator[Tensor]]:
     """Return the model's forward pass: a flat one if its type has one and its rotary embeddings are not scaled,
     otherwise padded_states."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()

@@ -155,7 +155,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         return stream_batch
     query = sentence_sequences(pairs, first_sides, context)
     key = sentence_sequences(pairs, [1 - side for side in first_sides], context)
-    query_states = Gather.concat([pooling_gather(query, options.pooling)], [len(words.sequences.ids)])
+    query_states = pooling_gather(query, options.pooling).shift(len(words.sequences.ids))
     return replace(
         stream_batch,
         sequences=concat_sequences(words.sequences, query),

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from xscale.data.sequences import Example, concat_sequences
-from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.ppa import hash_texts, pooling_gather, sentence_sequences
 from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
@@ -57,7 +57,7 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
         sequences=concat_sequences(first, second),
         states={
             "first": pooling_gather(first, options.pooling),
-            "second": Gather.concat([pooling_gather(second, options.pooling)], [len(first.ids)]),
+            "second": pooling_gather(second, options.pooling).shift(len(first.ids)),
         },
         target_counts={"ranking": len(pairs)},
         samples=len(pairs),
