@@ -258,9 +258,9 @@ def list_files(folder: Path) -> list[Path]:
 
 def exists_or_is_hub_name(path: Path | str) -> bool:
     """Return whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
-    named, path = str(path), Path(path)
-    on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
-    return path.exists() or bool(on_hub)
+    has_folder = len(Path(path).parts) > 1 and Path(path).parent.exists()
+    looks_like_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(path)) is not None
+    return Path(path).exists() or (looks_like_name and not has_folder)
 
 
 def apply_umask(folder: Path) -> None:

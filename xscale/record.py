@@ -41,7 +41,9 @@ class Record(NamedTuple):
     def from_dict(cls, fields: dict) -> "Record":
         """Return the record with these fields. Raises ValueError if a field is absent or empty, or has a wrong type."""
         try:
-            key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
+            key = fields["key"]
+            langs = tuple(fields["langs"])
+            texts = tuple(fields["texts"])
         except (KeyError, TypeError):
             raise ValueError(
                 f"{fields!r:.60} is not a record. A record needs the fields key, langs and texts, with lists as langs "

@@ -48,7 +48,8 @@ class Class(IntEnum):
 @lru_cache(maxsize=1)
 def character_classes() -> np.ndarray:
     """Return the class of each Unicode code point, uint8 [0x110000]."""
-    firsts, classes = list[int](), list[int]()
+    firsts = list[int]()
+    classes = list[int]()
     for line in TABLE.read_text(encoding="ascii").splitlines():
         first, name = line.split()
         firsts.append(int(first, 16))
@@ -92,7 +93,9 @@ def segment_into_words(texts: list[str]) -> Segmented:
     own |= ~symbol & (latest(c == Class.OWN_MARK) > base)
     run = ~symbol & ~own & ((base_class == Class.LETTER) | (latest(c == Class.MARK) > base))
     inside = run | own | symbol
-    before_run, before_symbol, before_inside = _shift_right(run), _shift_right(symbol), _shift_right(inside)
+    before_run = _shift_right(run)
+    before_symbol = _shift_right(symbol)
+    before_inside = _shift_right(inside)
     starts_of = {
         Class.LETTER: ~before_run,
         Class.MARK: ~before_inside,
@@ -141,8 +144,10 @@ class TokenWords(NamedTuple):
 
     def tokens_to_cut_before(self) -> list[int]:
         """Return the indices of the tokens before which the text can be cut without dividing a word, except 0."""
-        tokens, words = len(self.word_of_token), len(self.is_word)
-        first, last = np.full(words, tokens), np.full(words, -1)
+        tokens = len(self.word_of_token)
+        words = len(self.is_word)
+        first = np.full(words, tokens)
+        last = np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
         np.maximum.at(last, self.words, self.tokens)
         has_tokens = last >= 0

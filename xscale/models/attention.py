@@ -236,7 +236,8 @@ def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = Non
 
     Each 64-bit random number is used for four elements, because drawing the numbers is most of dropout's cost on a CPU.
     """
-    drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    drop = round(p * 2**16)
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
     keep = torch.ge(bits, drop - 2**15, out=like.new_empty(like.numel()))
     return keep.mul_(2**16 / (2**16 - drop)).view(like.shape)

@@ -101,7 +101,8 @@ def _qkv(attention_weights: Any, x: Tensor) -> Tensor:
 
 def modernbert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield the same as bert_states, for ModernBertModel (Warner et al. 2024). The last states are normalised."""
-    c, e = model.config, model.embeddings
+    c = model.config
+    e = model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
     last = len(model.layers) - 1
@@ -157,8 +158,11 @@ def padded_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> 
 def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
     """Return the last layer's hidden states [N, H], computed by the model's own forward pass over padded sequences.
     With `all_layers`, return the states of the embeddings and of all layers."""
-    B, L = len(row.lengths), int(row.lengths.max())
-    N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
+    B = len(row.lengths)
+    L = int(row.lengths.max())
+    N = len(row.input_ids)
+    device = row.input_ids.device
+    pad = model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()
     shifts_B = torch.arange(B, device=device) * L - row.starts[:-1]
     places_N = torch.arange(N, device=device) + shifts_B.repeat_interleave(lengths_B, output_size=N)

@@ -103,7 +103,8 @@ class Queue:
         return self.texts_K2[: self.filled]
 
     def move_to(self, device: torch.device) -> None:
-        self.ring_KD, self.born_K = self.ring_KD.to(device), self.born_K.to(device)
+        self.ring_KD = self.ring_KD.to(device)
+        self.born_K = self.born_K.to(device)
         self.texts_K2 = self.texts_K2.to(device)
 
     def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
@@ -132,4 +133,5 @@ class Queue:
         self.ring_KD.copy_(state["ring"])
         self.born_K.copy_(state["born"])
         self.texts_K2.copy_(state["texts"])
-        self.next, self.filled = state["next"], state["filled"]
+        self.next = state["next"]
+        self.filled = state["filled"]

@@ -15,7 +15,8 @@ def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
     """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. This is a
     single kernel launch, without a memset and without a wait for the device."""
     values = values.contiguous()
-    rows, width = len(offsets) - 1, values.shape[1]
+    rows = len(offsets) - 1
+    width = values.shape[1]
     out = values.new_empty(rows, width)
     with torch.cuda.device_of(values):
         sum_rows[(triton.cdiv(rows, ROWS),)](values, out, rows, offsets, columns, **launch(width, values.itemsize))

@@ -51,7 +51,8 @@ def masked_cross_entropy(
     are fp32 (fp64 for fp64). Gradients are cast to the inputs' types only after the multiplication by the incoming
     gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
     """
-    device, dtype = features_MH.device.type, features_MH.dtype
+    device = features_MH.device.type
+    dtype = features_MH.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
     if weights_M is None:
@@ -109,7 +110,8 @@ def _losses_and_sums(
     """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
     features, weight and bias to `sums`, except where an element of `sums` is None."""
     features_MH, weight_VH, bias_V = inputs
-    M, V = len(features_MH), len(weight_VH)
+    M = len(features_MH)
+    V = len(weight_VH)
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
     factors_M = weights_M * scale if any(total is not None for total in sums) else None
     kernel = _kernel(features_MH)
@@ -118,7 +120,9 @@ def _losses_and_sums(
     buffer_CV = features_MH.new_empty(-(-M // chunks), stride)[:, :V]
     found = []
     for start, end in pairwise(M * i // chunks for i in range(chunks + 1)):
-        features_CH, labels_C, logits_CV = features_MH[start:end], labels_M[start:end], buffer_CV[: end - start]
+        features_CH = features_MH[start:end]
+        labels_C = labels_M[start:end]
+        logits_CV = buffer_CV[: end - start]
         for columns in _column_slices(weight_VH):
             product = features_CH, weight_VH[columns].T
             if kernel or bias_V is None:
@@ -140,9 +144,10 @@ def _add_gradients(
     sums."""
     d_features_MH, d_weight_VH, d_bias_V = sums
     for columns in _column_slices(weight_VH):
-        d_logits_CK, add = d_logits_CV[:, columns], columns.start > 0
+        d_logits_CK = d_logits_CV[:, columns]
         if d_features_MH is not None:
-            _matmul_into(d_logits_CK, weight_VH[columns], scale, d_features_MH[start : start + len(features_CH)], add)
+            d_features_CH = d_features_MH[start : start + len(features_CH)]
+            _matmul_into(d_logits_CK, weight_VH[columns], scale, d_features_CH, add=columns.start > 0)
         if d_weight_VH is not None:
             _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=start > 0)
     if d_bias_V is not None:
@@ -196,10 +201,12 @@ def _losses_(
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)
     found = []
     for block in (slice(start, start + BLOCK) for start in range(0, max(C, 1), BLOCK)):
-        logits_BV, labels_B1 = logits_CV[block], labels_C[block, None]
+        logits_BV = logits_CV[block]
+        labels_B1 = labels_C[block, None]
         p_BV = torch.softmax(logits_BV, -1, dtype=wide, out=buffer_BV[: len(logits_BV)])
         best_B1, guess_B1 = logits_BV.max(-1, keepdim=True)
-        p_best_B1, label_B1 = p_BV.gather(1, guess_B1), logits_BV.gather(1, labels_B1)
+        p_best_B1 = p_BV.gather(1, guess_B1)
+        label_B1 = logits_BV.gather(1, labels_B1)
         mean_B1 = logits_BV.mean(-1, keepdim=True, dtype=wide) if label_smoothing else best_B1
         found.append((guess_B1, best_B1, p_best_B1, label_B1, mean_B1))
         if factors_C is None:
