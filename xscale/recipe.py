@@ -89,8 +89,8 @@ class DataConfig:
     """The maximum number of tokens in a sequence, including special tokens such as [CLS]."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What a stream does with sentence pairs of more than `max_length` tokens. drop: the stream leaves these pairs out;
-    truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of
-    such pairs."""
+    truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of the
+    pairs in these languages that are too long."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
     the second one has token type 1. false: both sentences have token type 0. Both also have token type 0 if the model
@@ -131,7 +131,7 @@ class TrainConfig:
     epochs: PositiveFloat | None = None
     """The length of the run, in place of `steps`: the run ends when the recipe's first stream of sentence pairs has
     read `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads each pair `epochs` times.
-    null: `steps` is the length."""
+    null: `steps` is the length of the run."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1

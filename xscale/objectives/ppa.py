@@ -69,8 +69,8 @@ class PpaOptions:
     """The momentum m of the key encoder. After each update of the trained encoder, each weight of the key encoder
     becomes m * key + (1 - m) * trained."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The value that m has at the end of the run, at least `momentum`. m rises from `momentum` to this value along half
-    a cosine, as in BYOL (Grill et al. 2020). null: m stays constant."""
+    """The value that m has at the end of the run; it must be at least `momentum`. m rises from `momentum` to this value
+    along half a cosine, as in BYOL (Grill et al. 2020). null: m stays constant."""
     projection: Count = 300
     """The width of z, the projected sentence vector that L_MoCo compares."""
     normalize_z: bool = True
