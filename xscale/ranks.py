@@ -57,8 +57,8 @@ def read_launcher(may_be_alone: bool = False) -> Process:
             check_alone()
     if process.rank >= process.world:
         raise UserError(
-            f"the launcher started a process with rank {process.rank}, but with only {process.world} ranks, "
-            "numbered from 0. Correct the settings of the launcher"
+            f"the launcher started a process with rank {process.rank}, but with only {process.world} ranks (0 to "
+            f"{process.world - 1}). Correct the settings of the launcher"
         )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)

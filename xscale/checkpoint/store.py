@@ -165,7 +165,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 )
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
-            raise ValueError(f"the key `state` has the step {checkpoint.state.get('step')}, not {checkpoint.step}")
+            step = checkpoint.state.get("step")
+            raise ValueError(f"the key `state` has the step {step}, but the key `step` has {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not a checkpoint that this version of xscale can use, because of its {MANIFEST}: {error}. Use "

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
         "(FLORES, NTREX, Tatoeba), with one file per language, in which line n is the same sentence; if one language "
         "is English, all pairs with English are measured, else all pairs")  # fmt: skip
-    add("--limit", type=int, help="maximum number of pairs of each folder of --data and file of --aer (default: 1000), "
-        "and of lines of each file of --texts (default: all)")  # fmt: skip
+    add("--limit", type=int, help="maximum number of pairs that are read from each folder of --data and each file of "
+        "--aer (default: 1000), and of lines that are read from each file of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
         "shards)")  # fmt: skip
     add("--aer", nargs="+", action="append", default=[], metavar="X", help="manual word links for task aer: `en-es "
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         "that of the model)")  # fmt: skip
     add("--layer", nargs="+", metavar="N", help="layers whose hidden states are compared, for retrieval (default: -1) "
         "and aer (default: all); 0: embeddings, -1: last layer, all: each layer")  # fmt: skip
-    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="similarity for retrieval: cosine, "
-        "or ratio (the margin of LASER)")  # fmt: skip
+    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="similarity of two sentences, for "
+        "retrieval: cosine (default), or ratio (LASER's margin, docs/reference/results.md)")  # fmt: skip
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)

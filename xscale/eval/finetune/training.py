@@ -174,5 +174,5 @@ def predict_logits(trainer: transformers.Trainer, features: list[Feature]) -> np
     groups: Any = [[features[index]] for index in order]
     logits: Any = trainer.predict(groups).predictions
     if not np.isfinite(logits).all():
-        raise NotFinite("the logits of the fine-tuned model are not finite. Choose a smaller --lr")
+        raise NotFinite("the predictions (logits) of the fine-tuned model are not finite. Choose a smaller --lr")
     return logits[np.argsort(order)]
