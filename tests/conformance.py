@@ -144,6 +144,7 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
         name = stream.name
         full = dataset.stream_batches(stream, plan)[0]
         empty: StreamBatch = stream.objective.collate([], stream.options, dataset.stream_context(stream))
+        empty = replace(empty, language_groups=stream.language_groups)  # as the loader does
         for field in (field for field in fields(StreamBatch) if field.name != "pair_counts"):  # set by the loader
             there, here = getattr(full, field.name), getattr(empty, field.name)
             if isinstance(there, dict) and there.keys() != here.keys():

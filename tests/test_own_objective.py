@@ -86,6 +86,11 @@ def test_a_broken_rule_is_found(
     assert re.search(told, "\n".join(found)), found
 
 
+@pytest.mark.parametrize("recipe", ["tlm", "alignlm"])
+def test_objectives_with_metrics_by_language_keep_the_rules(demo: Path, recipe: str) -> None:
+    assert check_objective(recipe, [demo], [f"streams.{recipe}.samples=9"]) == []
+
+
 WRONG = [
     (
         "return StreamBatch(",

@@ -98,7 +98,8 @@ class StepBatch:
 
 
 class StepDataset(Dataset):
-    """Makes the StepBatch of a rank's part of a plan. Forked workers inherit this object, so it has no open files."""
+    """Makes the StepBatch of a rank's part of a plan. Its index is that part: DataLoader's sampler is the iterator of
+    plans. Forked workers inherit this object, so it has no open files."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class StepDataset(Dataset):
         examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
         for row, count in enumerate(plan.record_counts_of_rows(stream.name)):
-            row_examples = list(islice(examples, count))
+            row_examples = list(islice(examples, count))  # the plan has its records in the order of the rows
             samples = list[list[Example]]()
             for _, sample in groupby(row_examples, key=lambda example: example.number):
                 samples.append(list(sample))
@@ -183,6 +184,7 @@ class StepDataset(Dataset):
                 record = source.renumber_links(record)
             records.append(record)
             texts += record.texts
+        # A record of running text has one text, so `follows` and `texts` have the same numbers below.
         follows = self.continues_document(table).tolist()
         if context.tokenizer.keeps_space and stream.packed:
             for number, text in enumerate(texts):

@@ -6,7 +6,8 @@ the order of its epoch. A sample is one record; in a packed stream, a sample is 
 sequence (order.py). The samples of a step are chosen first, and then assigned to ranks and rows (balance.py).
 
 The state has the number of the step, and the position of each stream in each of its sources. All later samples follow
-from the state.
+from the state. A position is a list: the epoch, the number of records read in it and, for each change of the room of a
+packed sample in this epoch, the place of the change and the room before it.
 """
 
 from collections import defaultdict
@@ -168,6 +169,7 @@ class Mixture:
             calibration = self.calibrations.at(step).correction_for(stream.name)
             tables[stream.name] = table
             tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
+        # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
         row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)

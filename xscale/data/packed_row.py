@@ -143,9 +143,9 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     of it."""
     parts = list(stream_batches.values())
     tokens, places = lay_out_longest_first(parts, id_if_empty)
-    states = join_gathers(parts, places)
-    tokens_read, columns = np.unique(states.columns, return_inverse=True)
-    gather = Gather(states.offsets, columns.astype(np.int32))
+    states = join_gathers(parts, places)  # its columns are tokens of the row
+    tokens_read, columns_in_tokens_read = np.unique(states.columns, return_inverse=True)
+    gather = Gather(states.offsets, columns_in_tokens_read.astype(np.int32))
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
     if not len(tokens_read):
         tokens_read = np.zeros(1)
@@ -158,7 +158,7 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     auxiliary = dict[str, Row]()
     keys = dict[str, list[str]]()
     for stream, part in stream_batches.items():
-        state_counts[stream] = {name: states.size for name, states in part.states.items()}
+        state_counts[stream] = {name: gathered.size for name, gathered in part.states.items()}
         for term, ids in part.labels.items():
             labels.append(ids)
             label_counts[loss_key(stream, term)] = len(ids)
@@ -224,6 +224,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         sequence_lengths.append(np.array([2]))
     has_types = any(stream_batch.types for stream_batch in stream_batches)
 
+    # Sequences of 2, 5 and 3 tokens, for example, begin at the tokens 8, 0 and 5 of the row.
     lengths = np.concatenate(sequence_lengths)
     longest_first = np.argsort(-lengths, kind="stable")
     starts = np.empty_like(lengths)

@@ -70,7 +70,8 @@ class CollateContext:
         language_of = {number: language for language, number in self.language_ids.items()}
         groups = np.full(len(distinct), len(self.language_groups))
         for i, (first_number, last_number) in enumerate(distinct.tolist()):
-            name = pair_name({language_of[first_number], language_of[last_number]})
+            languages = {language_of[first_number], language_of[last_number]}  # one language, or two
+            name = pair_name(languages)
             if name in self.language_groups:
                 groups[i] = self.language_groups.index(name)
         return groups[which]

@@ -86,9 +86,10 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked = stream_batch.states["masked"]
-    words = links.parse_links(pairs)
-    tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
-    A = links.token_links(words.links, tokens)
+    word_links = links.parse_links(pairs)
+    tokens = links.word_tokens(pairs, layout, sequences, word_links.first, options.expand)
+    A = links.token_links(word_links.links, tokens)
+    # `linked` has the indices, among the masked tokens, of those with links.
     linked, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]
     group_of_target = {}

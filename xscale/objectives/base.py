@@ -44,7 +44,8 @@ class Losses:
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
     """Metric -> (value, loss term). The value is divided by the term's number of targets. It is one number, the sum
     over the targets, or has a number for each target [T]. A metric with a number for each target is also reported by
-    language, if the stream batch has group_of_target."""
+    language, if the stream batch has group_of_target. In place of a loss term, another name of
+    StreamBatch.target_counts may stand, such as that of a number of pairs."""
 
 
 class AuxiliaryState(Protocol):
@@ -108,8 +109,10 @@ def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
     Its value is the loss of the row's own samples. Its gradient is that of the whole step's loss, because the losses of
     other rows depend on this row's vectors, too. losses_V: loss of each sample of the step; own_S: the row's samples.
     """
+    own = losses_V[own_S].sum().detach()
     everything = losses_V.sum()
-    return losses_V[own_S].sum().detach() + (everything - everything.detach())
+    gradient_of_everything = everything - everything.detach()  # its value is 0
+    return own + gradient_of_everything
 
 
 @dataclass(frozen=True)
@@ -127,10 +130,11 @@ class Objective:
     terms: Callable[[Any], dict[str, float]]
     """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
-    """Loss term -> the name of a count. The term's sum is divided by this count over the step, and not by the term's
-    number of targets."""
+    """Loss term -> the name of a count (StreamBatch.target_counts). The term's sum is divided by this count over the
+    step, and not by the term's number of targets. AlignLM, for example, has {"bi": "mono"}."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Metric -> the names of two counts of the stream batch; the metric is the first divided by the second."""
+    """Metric -> the names of two counts of the stream batch; the metric is the first divided by the second. It is not
+    reported by language."""
     words: Callable[[Any], bool] = lambda options: False
     """options -> True if collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""

@@ -53,6 +53,7 @@ class Trainer:
         """The number of steps done."""
         context.status.note_step(self.done)
         self.flops = StepFlops.of(engine.module)
+        # The manager calls `published` at its first save, when self.evaluations exists.
         self.manager = CheckpointManager(
             engine,
             context.out / "checkpoints",
@@ -82,7 +83,8 @@ class Trainer:
             self.save(must_succeed=True)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
-        """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
+        """Train to the last step, or until a rank is asked to stop. Returns the exit code. `number` counts steps from
+        1; self.done is the number from 0 by which recipes and data know the same step."""
         steps = self.recipe.train.steps
         while self.done < steps:
             started = time.monotonic()

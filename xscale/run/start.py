@@ -202,7 +202,8 @@ def check_ranks_agree(
 
 
 def prefill_loader(loader: Loader, stream_name: str) -> Loader:
-    """Return a loader that has a single stream and reads its data in a different order."""
+    """Return a loader that has a single stream and reads its data in a different order: the new name changes the
+    stream's random keys."""
     name = f"{stream_name}.prefill"
     (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())

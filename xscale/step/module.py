@@ -111,6 +111,7 @@ class StepModule(nn.Module):
             own_states = states[stream] | shared.get(stream, {})
             if stream in with_vectors:
                 vectors = self.compute_vectors(stream, own_states, row)
+                # Of the step's vectors, only the row's own have a gradient.
                 own_states["step"] = own_states["step"].index_copy(0, own_states["own"], vectors)
             objective = OBJECTIVES[self.streams[stream].objective]
             with self.naming_errors(stream, "loss"):
@@ -168,7 +169,8 @@ def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> lis
 
 
 def encoder_states(encoder: Encoder, row: Row) -> States:
-    """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device."""
+    """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device, whose gather
+    has the states in the order of row.state_counts."""
     states_SH = alignment_gather(encoder(row.tokens, row.places), *row.gather, *row.transposed)
     sizes = list[int]()
     for counts in row.state_counts.values():

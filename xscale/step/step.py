@@ -57,8 +57,9 @@ def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, se
     row: a row on the device. shared: the row's element of what `states_shared_by_rows` returns. Every pass with the
     same seed draws the same dropout masks.
 
-    Weights of 1 / targets may be below what fp16 can represent. The head therefore gets weights of at most 1, in which
-    fp16 gradients keep their bits, and their largest as a factor in fp32.
+    `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
+    1 / targets may be below what fp16 can represent. The head therefore gets weights_M = weight / largest, which is at
+    most 1, and multiplies the sum of the losses by `largest` in fp32.
     """
     weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
     largest = float(weight_of_term.max(initial=0))
@@ -207,7 +208,7 @@ def states_shared_by_rows(
     vectors = list[dict[str, Tensor]]()
     for row, seed in zip(rows, seeds, strict=True):
         torch.manual_seed(rng.torch_seed("dropout", *seed))
-        # With gradient, as in training, so that kernels draw the same masks.
+        # The encoder runs as in training, with gradient, so that its kernels draw the same masks.
         states = encoder_states(module.encoder, row)
         vectors.append({stream: module.compute_vectors(stream, states[stream], row).detach() for stream in streams})
         del states
@@ -215,6 +216,7 @@ def states_shared_by_rows(
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = gather_rank_rows(torch.cat(vectors_of_rows))
         for shared_of_row, row_ND in zip(shared, vectors_of_rows, strict=True):
+            # There, the row's forward pass puts its own vectors, which have a gradient (module.py).
             own_S = torch.arange(start, start + len(row_ND), device=row_ND.device)
             shared_of_row[stream] = shared_of_row.get(stream, {}) | {"step": step_VD, "own": own_S}
             start += len(row_ND)
