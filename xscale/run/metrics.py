@@ -73,7 +73,9 @@ class JsonLines:
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line. It stays in memory until `try_flush`. A number that is not finite becomes null."""
         if self.file:
-            line = json.dumps(_null_if_not_finite(entry), ensure_ascii=False, allow_nan=False)
+            line = json.dumps(entry, ensure_ascii=False)
+            if "NaN" in line or "Infinity" in line:
+                line = json.dumps(json.loads(line, parse_constant=lambda name: None), ensure_ascii=False)
             self.waiting += f"{line}\n".encode()
 
     def try_flush(self, to_disk: bool = False) -> None:
@@ -113,13 +115,6 @@ class JsonLines:
         if self.waiting:
             missing = self.waiting.count(b"\n")
             LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
-
-
-def _null_if_not_finite(value: Any) -> Any:
-    """Return the value; every number in it that is not finite becomes None."""
-    if isinstance(value, dict):
-        return {name: _null_if_not_finite(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoardWriter:
