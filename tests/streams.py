@@ -37,5 +37,5 @@ def make_mixture(
     return Mixture(Schedule.constant(streams), data, Schedule.constant(calibration), sources, **places)
 
 
-def make_dataset(sources: list[Any], streams: Sequence[Stream], context: CollateContext, seed: int) -> StepDataset:
-    return StepDataset(sources, Schedule.constant(streams), Schedule.constant(context), seed)
+def make_dataset(sources: list[Any], streams: Sequence[Stream], context: CollateContext) -> StepDataset:
+    return StepDataset(sources, Schedule.constant(streams), Schedule.constant(context))

@@ -212,7 +212,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
     source = Source(demo / "pairs")
     options = alignlm.AlignLMOptions(shuffle_sides=True)
     stream = Stream("alignlm", alignlm.OBJECTIVE, options, (0,), 40)
-    dataset = make_dataset([source], [stream], context(tokenizer), 5)
+    dataset = make_dataset([source], [stream], context(tokenizer))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
@@ -259,7 +259,7 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     monkeypatch.setattr(Source, "read", lambda self, shard, record, readahead: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
     stream = Stream("alignlm", alignlm.OBJECTIVE, alignlm.AlignLMOptions(), (0,), 4)
-    dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"), 5)
+    dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
     stream_batches = dataset.stream_batches(stream, plan)

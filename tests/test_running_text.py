@@ -113,7 +113,7 @@ class Run:
 
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), 1)
-        self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}), 0)
+        self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}))
         found = Calibration([fit_tokens_to_bytes(source, tokenizer)], {})
         places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": 1 << 30, "rank": 0, "world": 1}
         self.mixture = make_mixture([self.stream], [source], found, **places)

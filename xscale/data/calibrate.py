@@ -18,7 +18,7 @@ from xscale.data.stream import Stream
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import MetricKey
 from xscale.ranks import HostGroup
-from xscale.recipe import DataConfig, Recipe, Schedule
+from xscale.recipe import Recipe, Schedule
 
 DRAWN = 2048
 """The number of samples of each stream whose tokens are estimated."""
@@ -43,7 +43,6 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
     result."""
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
     sources = [source.with_few_shards(shards) for source in corpus.sources]
-    seed = recipe.train.seed
     records = min(max(LINE_RECORDS // len(sources), 8), 32)
     fits = list[Callable[[], tuple[float, float]]]()
     for source in sources:
@@ -51,18 +50,20 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
     fitted = Calibration(host_group.divide_work(fits), {})
     by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
-        context = Schedule.constant(collate_context(corpus, phase.data, seed))
-        dataset = StepDataset(sources, Schedule.constant(streams), context, seed)
+        context = Schedule.constant(collate_context(corpus, phase))
+        dataset = StepDataset(sources, Schedule.constant(streams), context)
         works = list[Callable[[], Correction]]()
         for stream in streams:
-            works.append(partial(measure_correction, stream, phase.data, dataset, fitted))
+            works.append(partial(measure_correction, stream, phase, dataset, fitted))
         names = [stream.name for stream in streams]
         by_phase.append(dict(zip(names, host_group.divide_work(works), strict=True)))
     return Calibration(fitted.lines, by_phase[-1], by_phase[:-1])
 
 
-def measure_correction(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Correction:
-    """Return the stream's correction, from some samples that are tokenised. fitted: a calibration without streams."""
+def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fitted: Calibration) -> Correction:
+    """Return the stream's correction, from some samples that are tokenised. recipe: that of the phase. fitted: a
+    calibration without streams."""
+    data = recipe.data
     drawn = DRAWN
     longest: float = data.max_length
     if stream.packed:
@@ -74,7 +75,7 @@ def measure_correction(stream: Stream, data: DataConfig, dataset: StepDataset, f
         Schedule.constant(data),
         Schedule.constant(fitted),
         dataset.sources,
-        seed=dataset.seed,
+        seed=recipe.train.seed,
         max_tokens=1 << 40,
         rank=0,
         world=1,

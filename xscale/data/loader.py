@@ -37,7 +37,7 @@ from xscale.data.words import TokenWords, begins_with_unspaced_script
 from xscale.errors import UserError, adding_note
 from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import DataConfig, Recipe, Schedule
+from xscale.recipe import Recipe, Schedule
 from xscale.record import Record
 
 CHARACTERS = 64
@@ -106,14 +106,12 @@ class StepDataset(Dataset):
         sources: list[Source],
         streams: Schedule[Sequence[Stream]],
         contexts: Schedule[CollateContext],
-        seed: int,
         readahead: bool = False,
     ):
         """contexts: the values that all streams of a step share. readahead: see Source.read."""
         self.sources = sources
         self.streams = streams
         self.contexts = contexts
-        self.seed = seed
         self.readahead = readahead
         source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
         self.source_keys = np.array(source_keys, dtype=np.uint64)
@@ -196,7 +194,7 @@ class StepDataset(Dataset):
         else:
             ids = context.tokenizer.encode(texts)
         borders = borders_of_long_texts(texts, ids, context) if stream.packed else {}
-        identities = self.identities(stream.name, table)
+        identities = self.identities(context, table)
         samples = table.sample.tolist()
         start = 0
         for number, record in enumerate(records):
@@ -225,10 +223,10 @@ class StepDataset(Dataset):
             follows[number] = source.continues_document(int(table.shard[number]), int(table.record[number]))
         return follows
 
-    def identities(self, stream: str, table: PlanTable) -> np.ndarray:
-        """Return for each record the key of all random choices about it in this stream and epoch, uint64
+    def identities(self, context: CollateContext, table: PlanTable) -> np.ndarray:
+        """Return for each record the key of all random choices about it in the context's stream and this epoch, uint64
         [n_records]."""
-        per_stream = rng.key(self.seed, stream, "record")
+        per_stream = rng.key(context.seed, context.stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[table.source], table.epoch)
         number = (table.shard.astype(np.uint64) << np.uint64(40)) + table.record.astype(np.uint64)
         return rng.hash64(per_source, number)
@@ -275,10 +273,15 @@ def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: Colla
     return borders
 
 
-def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateContext:
-    """Return the context of all collate functions of a phase. data: the recipe's section `data` in the phase."""
+def collate_context(corpus: Corpus, recipe: Recipe) -> CollateContext:
+    """Return the context of all collate functions of a phase. recipe: the recipe of the phase."""
     return CollateContext(
-        corpus.tokenizer, data.max_length, data.overlong, corpus.language_ids, seed, segments=corpus.segments
+        corpus.tokenizer,
+        recipe.data.max_length,
+        recipe.data.overlong,
+        corpus.language_ids,
+        recipe.train.seed,
+        segments=corpus.segments,
     )
 
 
@@ -322,9 +325,8 @@ class Loader:
 
     def dataset(self, readahead: bool = False) -> StepDataset:
         """Return the dataset that makes batches from plans. readahead: see Source.read."""
-        seed = self.recipe.train.seed
-        contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe.data, seed))
-        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed, readahead)
+        contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe))
+        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, readahead)
 
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
