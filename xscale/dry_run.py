@@ -69,7 +69,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
     for source in corpus.sources:
         yield (
             f"{source.sorted_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
-            f"{source.bytes / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
+            f"{sum(shard.bytes for shard in source.shards) / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
             f"{redact(source.remote.url) if source.remote else source.directory}"
         )
     tokenizer = corpus.tokenizer

@@ -83,7 +83,6 @@ class Source:
         self.starts = np.cumsum(self.counts) - self.counts
         """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
-        self.bytes = sum(shard.bytes for shard in self.shards)
         self._owner = object()
         """See open_file."""
         self._has_entries = True
@@ -128,7 +127,6 @@ class Source:
         self.counts = counts[counts > 0]
         self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
-        self.bytes = sum(shard.bytes for shard in self.shards)
 
     def with_few_shards(self, most: int) -> "Source":
         """Return a copy with at most `most` of the shards, evenly spaced. Its `records` still counts all records."""
