@@ -102,7 +102,7 @@ def open_corpus(
     streams = with_idle_sources(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
-    check_tokenizer_of_init(recipe.model.init, init, tokenizer)
+    check_tokenizer_of_init(recipe, init, tokenizer)
     lexicons = load_lexicons(recipe, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
     for phase, phase_streams in zip(recipe.schedule.values, streams.values, strict=True):
@@ -310,15 +310,15 @@ def has_tokenizer(directory: str | Path | None) -> bool:
     return directory is not None and any(list(Path(directory).glob(name)) for name in TOKENIZERS)
 
 
-def check_tokenizer_of_init(init: str | None, init_directory: Path | str | None, tokenizer: Tokenizer) -> None:
-    """Raise UserError if model.init has a tokenizer and the run's tokenizer differs from it. init: model.init.
+def check_tokenizer_of_init(recipe: Recipe, init_directory: Path | str | None, tokenizer: Tokenizer) -> None:
+    """Raise UserError if model.init has a tokenizer and model.tokenizer, the run's tokenizer, differs from it.
     init_directory: see `init` of open_corpus."""
-    if init_directory is None or not has_tokenizer(init_directory):
-        return
+    if recipe.model.tokenizer is None or init_directory is None or not has_tokenizer(init_directory):
+        return  # without model.tokenizer, the run has the tokenizer of model.init
     trained = Tokenizer(init_directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer in {init_directory}, and this run has another "
-            f"tokenizer, {tokenizer.hf.name_or_path}. Set model.tokenizer={init_directory}, or add tokens to the "
-            "model's vocabulary (docs/how-to/add-language.md)"
+            f"model.init {recipe.model.init} was trained with the tokenizer in {init_directory}, and this run has "
+            f"another tokenizer, {tokenizer.hf.name_or_path}. Set model.tokenizer={init_directory}, or add tokens to "
+            "the model's vocabulary (docs/how-to/add-language.md)"
         )
