@@ -70,7 +70,7 @@ class RecipeEngine:
         self.recipe = loader.recipe
         module = module_of_run(loader.recipe, loader.corpus)
         self.formula = StepFlops.of(module)
-        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_machine())
+        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_process())
         self.deepspeed = engine.build_engine(module, config.resolved)
 
     def flops(self, batch: StepBatch) -> float:

@@ -168,7 +168,7 @@ class StockLoop:
         lm = module_of_run(loader.recipe, loader.corpus).encoder.lm
         lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = -(-loader.streams[0].samples // micro_batch)
-        config = load_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_machine())
+        config = load_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_process())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}
         self.module = STOCK[recipe](lm, loader)

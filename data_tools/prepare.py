@@ -163,7 +163,7 @@ def print_selection(folder: Path) -> None:
         left = 0
         for chunk in steps.source_chunks(folder, number):
             read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
-            states = steps.read_unit_states(folder, chunk)
+            states = steps.read_selection_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(
             f"{corpus.names[number]}: after the rules, {left:,} of {read:,} {source.kind} are left",

@@ -35,11 +35,11 @@ def split_sentences(text: str, language: str) -> list[str]:
             pieces.append(piece)
     sentences = list[str]()
     for piece in pieces:
-        sentences += _split_unspaced(piece.strip())
+        sentences += _split_missed_ends(piece.strip())
     return sentences
 
 
-def _split_unspaced(piece: str) -> list[str]:
+def _split_missed_ends(piece: str) -> list[str]:
     """Return the sentences of a piece. A long piece of Thai or Lao is split at spaces, another piece at the _ENDS."""
     if len(piece) <= _LONG or not _SPACES.search(piece):
         return list(filter(None, _ENDS.split(piece)))

@@ -295,13 +295,14 @@ def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> No
     state[candidates[sentences <= wanted]] = HELD_OUT
 
 
-def read_unit_states(folder: Path, chunk: Chunk) -> np.ndarray:
+def read_selection_states(folder: Path, chunk: Chunk) -> np.ndarray:
+    """Return KEPT, REPEATED, NEAR or HELD_OUT for each unit of a chunk."""
     return np.load(folder / f"state/{chunk.number}.npy")
 
 
 def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
     units = read_unit_file(folder / f"clean/{chunk.number}.jsonl")
-    yield from zip(units, read_unit_states(folder, chunk).tolist(), strict=True)
+    yield from zip(units, read_selection_states(folder, chunk).tolist(), strict=True)
 
 
 def align_direction(folder: Path, direction_number: int) -> None:
@@ -352,7 +353,7 @@ def count_kept_texts(folder: Path) -> Counter[str]:
     counts = Counter[str]()
     for chunk in all_chunks(folder):
         table = np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r")
-        kept = int(table[read_unit_states(folder, chunk) == KEPT, SENTENCES].sum())
+        kept = int(table[read_selection_states(folder, chunk) == KEPT, SENTENCES].sum())
         for lang in read_plan(folder).corpus.sources[chunk.source].langs:
             counts[lang] += kept
     return counts

@@ -384,4 +384,4 @@ def test_groups_of_machines_divide_the_ranks() -> None:
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(UserError, match=r"built for ROCm .* Install a PyTorch for CUDA or for CPUs"):
-        Hardware.of_this_machine()
+        Hardware.of_this_process()

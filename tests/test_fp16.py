@@ -51,7 +51,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fp16_overflows_and_resumes(runs: Path, recipe: str, stage: int) -> None:
     run = runs / f"{recipe}-{stage}"
     entries = launch.without_times(run)
-    if Hardware.of_this_machine().fp16:
+    if Hardware.of_this_process().fp16:
         overflown = [entry for entry in entries if entry["skipped"]]
         assert overflown and all(entry["grad_norm"] is None for entry in overflown)
         assert entries[-1]["loss_scale"] == 2.0 ** (20 - len(overflown))

@@ -70,7 +70,7 @@ def on_ranks(size: int, work: Any) -> list[Any]:
 
 def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
     """Each would plan another stream, and train on."""
-    hardware = Hardware.of_this_machine()  # its imports of deepspeed are not for several threads at once
+    hardware = Hardware.of_this_process()  # its imports of deepspeed are not for several threads at once
 
     def started(host_group: Threads, other: list[str], resume: str = "auto") -> str:
         mine = host_group.rank == 1

@@ -137,7 +137,7 @@ def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
     whole, longer = found[:8], found[8:]
     for ours, theirs in zip(whole, expected, strict=True):
         names = {name for name in theirs if name.startswith(("loss", "alignment", "lr")) or name == "grad_norm"}
-        near = 2e-3 if Hardware.of_this_machine().fp16 else 1e-5
+        near = 2e-3 if Hardware.of_this_process().fp16 else 1e-5
         assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=near)
     assert {"alignment/en-xx", "alignment_trained/en-xx"} <= whole[2].keys()
     lr = [entry["lr"] for entry in longer]

@@ -40,7 +40,7 @@ from xscale.run.folder import start_logging
 from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
-from xscale.step.step import compute_row_loss, step_weights, sum_losses_of_rows
+from xscale.step.step import compute_row_loss, step_weights, sum_evaluation_losses
 from xscale.step.sums import language_metrics, stream_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
@@ -136,7 +136,7 @@ def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
-    sums = sum_losses_of_rows(engine, loader.recipe, batch.rows, rank=0).by_key()
+    sums = sum_evaluation_losses(engine, loader.recipe, batch.rows, rank=0).by_key()
     found = language_metrics(sums, batch.counts(), loader.recipe)
     pairs = batch.rows[0].language_groups[loss_key("tlm", "pairs")].languages
     expected = {f"index_{term}/tlm/{pair}": pairs.index(pair) for term in ("mlm", "pairs") for pair in pairs}
@@ -156,7 +156,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     engine = engine_of(loader)
     held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader, engine, ALONE, print)
     of, rows = held.loader.recipe, held.batch.rows
-    sums, again = (sum_losses_of_rows(engine, of, rows, rank=0) for _ in range(2))
+    sums, again = (sum_evaluation_losses(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):

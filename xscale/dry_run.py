@@ -30,7 +30,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_machine()
+    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_process()
     run = prepare_run(args, process, hardware, HostGroup())
     folder.check_folder(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, HostGroup())
@@ -59,7 +59,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 def planned_hardware(ds_config: Path) -> Hardware:
     """Return the hardware to plan for: this machine's, or a planned GPU if it has no GPU but the ds_config needs 16
     bits."""
-    here = Hardware.of_this_machine()
+    here = Hardware.of_this_process()
     if here.device == "cuda" or not {"fp16", "bf16"} & read_ds_config(ds_config).keys():
         return here
     return Hardware("cuda", True, True, PLANNED_MEMORY)

@@ -73,7 +73,7 @@ class CheckpointManager:
         self.note(f"saving the checkpoint of step {step}")
         written = self._write(step)
         self.host_group.value_from_main(lambda: check_types(self.partial_path_of_step(step), written))
-        problem = self._publish(step, manifest, written)
+        problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
             text = (
@@ -142,7 +142,7 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
+    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
         """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
         message, or an empty string. written: the files of this rank."""
         problems = list[str]()

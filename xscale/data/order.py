@@ -191,7 +191,7 @@ class EpochOrder:
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        order, sample_ends = arrange_text_by_rooms(tokens, follows, self.text, begin, key)
+        order, sample_ends = arrange_text_with_room_changes(tokens, follows, self.text, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return make_compact_window_part(begin, order + skipped[order], lengths[order], sample_ends)
 
@@ -205,7 +205,7 @@ def make_compact_window_part(
     )
 
 
-def arrange_text_by_rooms(
+def arrange_text_with_room_changes(
     tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the result of `arrange_text` for a part. If the room has changed within the part, the records after the
@@ -228,10 +228,13 @@ def arrange_text_by_rooms(
     return order, sample_ends
 
 
-def window_count(counts: np.ndarray, window: int) -> int:
-    """Return the number of windows of a source. counts: number of records of each shard [n_shards]. window: the wanted
-    number of records of a window."""
-    return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
+def window_count(records_of_shards: np.ndarray, wanted_records: int) -> int:
+    """Return the number of windows of a source. records_of_shards: the number of records of each shard [n_shards].
+    wanted_records: the wanted number of records of a window."""
+    shards = len(records_of_shards)
+    windows_by_records = int(records_of_shards.sum()) // wanted_records
+    windows_by_shards = -(-shards // WINDOW_SHARDS)
+    return min(max(windows_by_records, windows_by_shards, 1), shards)
 
 
 def arrange_text(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

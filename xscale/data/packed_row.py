@@ -258,9 +258,9 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     return Tokens(np.concatenate(input_ids), np.concatenate(positions), joined_types, starts, lengths, max(longest))
 
 
-def row_cost(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
-    """Return Row.cost of a row with these stream batches. places: the number of tokens whose states are read."""
-    cost = Counter(tokens=0, squares=0, places=places, predictions=0)
+def row_cost(stream_batches: Sequence[StreamBatch], tokens_read: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
+    """Return Row.cost of a row with these stream batches. tokens_read: the number of tokens whose states are read."""
+    cost = Counter(tokens=0, squares=0, places=tokens_read, predictions=0)
     for stream_batch in stream_batches:
         lengths = stream_batch.sequences.lengths
         cost["tokens"] += int(lengths.sum())

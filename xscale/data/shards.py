@@ -219,14 +219,14 @@ class Source:
             start = int(self.starts[shard])
             try:
                 file = self._file(ENTRIES)
-                if file.fits_index(shard, start, about):
+                if file.entries_fit_index(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
             except OSError:
                 self._has_entries = False
         idx_name = f"{about.name[:-4]}.idx"
         with suppress(FileNotFoundError):
             file = self._file(idx_name)
-            if file.fits_index(shard, 0, about):
+            if file.entries_fit_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
         raise UserError(
             f"{self.directory}/{idx_name} is missing or damaged, or belongs to another shard: its checksum differs "
@@ -242,7 +242,7 @@ class Source:
 
         def is_whole(path: Path) -> bool:
             file = OpenFile(str(path))
-            return all(map(file.fits_index, range(len(self.shards)), self.starts.tolist(), self.shards))
+            return all(map(file.entries_fit_index, range(len(self.shards)), self.starts.tolist(), self.shards))
 
         try:
             remote.fetch(ENTRIES, self.records * ENTRY.size, is_whole)
@@ -344,7 +344,7 @@ class OpenFile:
         self.changed = 0
         """The file's change time when its entries were last verified."""
         self.intact: dict[int, bool] = {}
-        """Shard -> the result of fits_index."""
+        """Shard -> the result of entries_fit_index."""
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be None when the interpreter ends
         if self.fd >= 0:
@@ -357,9 +357,9 @@ class OpenFile:
             error.filename = self.path
             raise
 
-    def fits_index(self, shard: int, start: int, about: Shard) -> bool:
-        """Return True if the shard's entries have the checksum of index.json. start: the number of the shard's first
-        entry in the file.
+    def entries_fit_index(self, shard: int, first_entry: int, about: Shard) -> bool:
+        """Return True if the shard's entries have the checksum of index.json. first_entry: the number of the
+        shard's first entry in the file.
 
         The checksum is computed again if the file has changed. So a run ends if somebody replaces a tar together with
         its .idx.
@@ -369,7 +369,7 @@ class OpenFile:
             self.changed = changed
             self.intact = {}
         if shard not in self.intact:
-            data = self.read(about.records * ENTRY.size, start * ENTRY.size)
+            data = self.read(about.records * ENTRY.size, first_entry * ENTRY.size)
             self.intact[shard] = zlib.crc32(data) == about.idx_crc32
         return self.intact[shard]
 

@@ -29,7 +29,7 @@ from xscale.metric_keys import ALL, MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
-from xscale.step.step import sum_losses_of_rows
+from xscale.step.step import sum_evaluation_losses
 from xscale.step.sums import language_metrics, stream_metrics
 
 Results = dict[str, dict[str, float]]
@@ -148,7 +148,7 @@ class HeldoutTask:
     def measure(self) -> Results:
         """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
         recipe = self.loader.recipe
-        sums = sum_losses_of_rows(self.engine, recipe, self.batch.rows, rank=self.rank, note=self.note)
+        sums = sum_evaluation_losses(self.engine, recipe, self.batch.rows, rank=self.rank, note=self.note)
         counts = self.batch.counts()
         counts_K = torch.tensor(list(counts.values()), dtype=torch.float64, device=sums.values_K.device)
         if dist.is_initialized():

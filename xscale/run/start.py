@@ -51,7 +51,7 @@ class ResolvedRun:
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: folder.Status) -> int:
     """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
-    run = prepare_run(args, process, Hardware.of_this_machine(), host_group)
+    run = prepare_run(args, process, Hardware.of_this_process(), host_group)
     steps = run.recipe.train.steps
     context = claim_folder(args, run, process, host_group, status)
     with closing(context.watch):

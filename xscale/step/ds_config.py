@@ -76,7 +76,7 @@ class Hardware:
         return precision == "fp32" or bool(getattr(self, precision))
 
     @classmethod
-    def of_this_machine(cls) -> "Hardware":
+    def of_this_process(cls) -> "Hardware":
         """Return this process's device. Raises UserError for a PyTorch that is built for ROCm."""
         from deepspeed.accelerator import get_accelerator
 

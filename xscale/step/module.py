@@ -135,7 +135,7 @@ class StepModule(nn.Module):
             predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest)
             loss = loss + predicted
             sums = sums_of_predictions + sums
-        return loss, Sums.join_as_fp64(sums, like=loss.detach())
+        return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
 
     def predict_tokens(
         self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest: float

@@ -118,7 +118,7 @@ def optimizer_step(
 
 
 @torch.no_grad()
-def sum_losses_of_rows(
+def sum_evaluation_losses(
     engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> Sums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.

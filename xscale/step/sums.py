@@ -22,7 +22,7 @@ class Sums:
     values_K: Tensor
 
     @staticmethod
-    def join_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
+    def concatenate_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
         """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
         keys = list[MetricKey]()
         values = [like.new_zeros(0)]
