@@ -392,8 +392,8 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
             of_pairs.append(source)
     if align.keys() != {"links"} or not align["links"] or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
-            f"{place}: align: {align} must be true. If exactly one source has `pairs`, and this source has no "
-            "`links`, align may also be {links: F}. Otherwise write `links: F` in each source"
+            f"{place}: align must be true, and is {align}. To use word links of your own, write `links: FILE` in each "
+            "source of pairs. If there is only one such source, `align: {links: FILE}` is another way to write its key"
         )
     of_pairs[0]["links"] = align["links"]
     tree["align"] = False

@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> None:
         "--mono",
         type=int,
         default=20_000,
-        help="number of monolingual sentences in en, and in xx; yy has a fifth as many (default: 20,000)",
+        help="number of monolingual sentences in English (en), and in the invented language xx; the invented language "
+        "yy has a fifth as many (default: 20,000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random text (default: 0)")
     args = parser.parse_args(argv)

@@ -136,7 +136,7 @@ def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch
             assert child.pid
             os.kill(child.pid, signal.SIGUSR1)
             while not (where := re.search(r" in (_worker_loop|_plan)\n", log.read_text()[before:])):
-                assert time.monotonic() < deadline, log.read_text()
+                assert time.monotonic() < deadline, log.read_text() + Path(f"/proc/{child.pid}/status").read_text()
                 time.sleep(0.05)
             time.sleep(0.2)  # it goes on to the stack's end
             found.append(where[1])

@@ -241,11 +241,14 @@ MONO = {"mono": "de", "text": "a"}
     [
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
         ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
-        ({"sources": [PAIR], "align": {"link": "c"}}, ["align: {'link': 'c'} must be true. If exactly one source"]),
-        ({"sources": [PAIR], "align": {"links": None}}, ["align: {'links': None} must be true. If exactly one source"]),
+        ({"sources": [PAIR], "align": {"link": "c"}}, ["align must be true, and is {'link': 'c'}. To use word links"]),
+        (
+            {"sources": [PAIR], "align": {"links": None}},
+            ["align must be true, and is {'links': None}. To use word links"],
+        ),
         (
             {"sources": [PAIR, PAIR], "align": {"links": "c"}},
-            ["align: {'links': 'c'} must be true. If exactly one source"],
+            ["align must be true, and is {'links': 'c'}. To use word links"],
         ),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),

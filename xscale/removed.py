@@ -51,7 +51,7 @@ FIELDS: dict[str, str] = {
     "train.spikes": "find spikes of the loss in TensorBoard, and skip their steps by train.skip_steps=[STEP, ...]",
     "train.compile": "remove the field; forward passes are no longer padded to the same shape",
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
-    "data.truecase": "use `xscale data lexicon --truecase DIR`; for an old run, data.lexicons=[RUN/lexicon/FILE.txt]",
+    "data.truecase": "use `xscale data lexicon --truecase DIR`; for old runs, set data.lexicons=[RUN/lexicon/FILE.txt]",
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha lowers the epochs of small languages",
     "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",
@@ -114,7 +114,7 @@ COMMANDS: dict[str, str] = {
     "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
     # One line for each command.
     "data_tools.align": "use `xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
-    "data_tools.derive": "`python benchmarks/papers/derive.py` in a checkout has the same flags",
+    "data_tools.derive": "use `python benchmarks/papers/derive.py` in a checkout, with the same flags",
     "xscale.eval.compare": "use `xscale report A.json B.json --out table.html`",
 }
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""

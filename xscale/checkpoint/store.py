@@ -152,7 +152,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError(f"the SHA-256 of the file's content differs from the file's key {OWN_HASH}")
+            raise ValueError(f"its content was changed: the SHA-256 is not the one in its key {OWN_HASH}")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:

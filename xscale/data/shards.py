@@ -293,8 +293,8 @@ class Source:
                 whole = parse_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
-                f"{path}: record {record} cannot be read in the layout {self.layout!r} that index.json names "
-                f"({error}). Run `xscale data index {self.directory}`"
+                f"{path}: record {record} does not have the format {self.layout!r} that index.json states "
+                f"({error}). Write a new index by `xscale data index {self.directory}`"
             ) from None
         if whole.langs != self.written_langs:
             raise UserError(
