@@ -352,7 +352,10 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([*A, *A, *B], "record 0: two tar members of one sample have the name a.en.txt"),
         ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but earlier samples have texts in en. .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: the tar member a.cs.txt is a link or a device"),
-        ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: the word link '5-0' does not fit a pair of 1 and 1 words"),
+        (
+            [*A, ("a.links.txt", b"0-0 5-0"), *B],
+            "record 0: the word link '5-0' does not fit sentences of 1 and 1 words",
+        ),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: two tar members .* a.json"),
         ([("a.jsonl", b"[" * 100_000)], "record 0: the text is not JSON .*recursion"),
         (

@@ -195,7 +195,7 @@ def test_links_of_the_aligners_text_are_carried_over() -> None:
     assert character_places("naive x", "nai@@ ve x") == [[0, 1, 2], [3, 4], [6]]  # what is not in the text has no place
     with pytest.raises(ValueError, match="does not have the characters of the text"):
         project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
-    with pytest.raises(ValueError, match=r"link '9-0' does not fit a pair of 5 and 6 words"):
+    with pytest.raises(ValueError, match=r"link '9-0' does not fit sentences of 5 and 6 words"):
         project_links("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
         project_links("0:0", texts)

@@ -30,7 +30,7 @@ FLAGS: dict[str, str] = {
     "--parts": "start one job per task, each with another --task and --out",
     "--part": "start one job per task, each with another --task and --out",
     "--card": "write scores into the card of a model by `huggingface_hub.metadata_update`",
-    "eval.run --lexicon_heldout": "the task alignment uses the value of data.lexicon_heldout in the model's training",
+    "eval.run --lexicon_heldout": "the task `alignment` uses data.lexicon_heldout of the recipe that trained the model",
     "eval.run --pairs": "all pairs with English are measured; if --texts has no English, all pairs are measured",
     "--mteb": "run `mteb run -m HF_DIR -t TASK`; an export is a model of sentence-transformers",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
@@ -47,7 +47,7 @@ FLAGS: dict[str, str] = {
 
 FIELDS: dict[str, str] = {
     # One line for each field.
-    "train.rollbacks": "remove the field; a step that is not finite ends the run; skip the step by train.skip_steps",
+    "train.rollbacks": "remove the field; if the loss or gradient is not finite, skip the step by train.skip_steps",
     "train.spikes": "find spikes of the loss in TensorBoard, and skip their steps by train.skip_steps=[STEP, ...]",
     "train.compile": "remove the field; forward passes are no longer padded to the same shape",
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",

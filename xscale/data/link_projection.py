@@ -40,7 +40,7 @@ def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
             return parsed
     else:
         wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
-    raise ValueError(f"the word link {wrong[0]!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
+    raise ValueError(f"the word link {wrong[0]!r} does not fit sentences of {sizes[0]} and {sizes[1]} words")
 
 
 def format_pharaoh(links: list[Link]) -> str:

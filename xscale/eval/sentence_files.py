@@ -78,8 +78,8 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     if layers is not None:
         return SentenceVectors(
             pooling,
-            f"the pooling of model.init {init}; the other modules of model.init for sentence-transformers are left "
-            "out, because these modules need the last layer",
+            f"the pooling of model.init {init}; its other modules for sentence-transformers are left out, because they "
+            "need the last layer, and this export has only the lower layers",
         )
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):

@@ -204,9 +204,8 @@ CAUSES = (
     (
         ("killed by signal: Killed", "killed by signal: Bus error"),
         MACHINE,
-        "the memory of the machine may have run out ({}); `dmesg` or the accounting of the job may show whether "
-        "the memory ran out. Ask for more memory or lower data.workers, then start the run again: the run "
-        "continues",
+        "the machine may have run out of memory ({}); `dmesg`, or `sacct` under SLURM, may show whether it did. "
+        "Request more memory or lower data.workers, then start the run again: the run continues",
     ),
     (
         (
