@@ -234,7 +234,7 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
         reason = "only whole documents that occur once"
     return [
         f"{'-'.join(group)}: {count:,} {kind} are held out. `heldout` asks for {wanted:,}, but prepare holds out at "
-        f"most a tenth of the text, and {reason}"
+        f"most a tenth of the text, and {reason}. The rule length.tokens can remove some more"
     ]
 
 

@@ -283,16 +283,20 @@ def occurs_once(values: np.ndarray) -> np.ndarray:
 
 
 def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
-    """Set the state of some kept units to HELD_OUT, in the order of their texts' hashes, as long as they have at most
-    `wanted` sentences together. No side of a pair that is held out occurs in another kept pair, so no model has been
-    trained on it. units: the columns before FIRST_BAND."""
+    """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
+    `wanted` sentences together, and a unit with too many is passed over. No side of a pair that is held out occurs in
+    another kept pair of the group. units: the columns before FIRST_BAND."""
     kept = np.flatnonzero(state == KEPT)
     is_new = occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])
     is_small = units[kept, SENTENCES] <= wanted
     candidates = kept[is_new & is_small]
     candidates = candidates[np.argsort(units[candidates, EXACT])]
-    sentences = np.cumsum(units[candidates, SENTENCES])
-    state[candidates[sentences <= wanted]] = HELD_OUT
+    for candidate, sentences in zip(candidates.tolist(), units[candidates, SENTENCES].tolist(), strict=True):
+        if sentences <= wanted:
+            state[candidate] = HELD_OUT
+            wanted -= sentences
+        if not wanted:
+            break
 
 
 def read_selection_states(folder: Path, chunk: Chunk) -> np.ndarray:

@@ -174,6 +174,9 @@ def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
         again.write_running(done)
         again.write_failure(UserError("--fork: another run"))
     assert json.loads((tmp_path / STATUS).read_text()) == done
+    again.write_running(done)
+    again.write_failure(RuntimeError("CUDA out of memory"))
+    assert read(tmp_path)[:2] == ("failed", 2), "this start was not refused"
     again.note_step(8)
     again.write_running(done)
     again.write_failure(UserError("record 7 is damaged"))

@@ -27,9 +27,9 @@ LOCK_SECONDS = 20
 """The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
 THREADS = 32
 """The number of threads of `map_in_threads`."""
-FIRST_CALLS = 8
+FEW_CALLS = 8
 SLOW_CALL = 3e-4
-"""`map_in_threads` uses threads if each of its FIRST_CALLS calls takes SLOW_CALL seconds or more on average."""
+"""`map_in_threads` uses threads after FEW_CALLS calls that take SLOW_CALL seconds or more on average."""
 WEB_PAGE = "is a web page instead of the file, perhaps an error page of the server. Download the file again"
 SERVER_ERROR = "has an error message of the server instead of the file's content. Download the file again"
 POINTERS = {
@@ -80,15 +80,19 @@ def pointer_problem(path: Path, *names: str) -> str | None:
 
 
 def map_in_threads(function: Callable[..., Value], *items: Sequence[Any]) -> list[Value]:
-    """Return list(map(function, *items)). If the first calls are slow, because they wait for a network's file system,
-    threads make the other calls. For the fast calls of a local disk, threads would only take time."""
-    begin = time.perf_counter()
-    results = list(map(function, *(item[:FIRST_CALLS] for item in items)))
-    rest = [item[FIRST_CALLS:] for item in items]
-    if time.perf_counter() - begin < FIRST_CALLS * SLOW_CALL:
-        return results + list(map(function, *rest))
+    """Return list(map(function, *items)). As soon as calls are slow, because they wait for a network's file system,
+    threads make all later calls. For the fast calls of a local disk, threads would only take time."""
+    results = list[Value]()
+    is_slow = False
+    while not is_slow and len(results) < len(items[0]):
+        begin = time.perf_counter()
+        few = slice(len(results), len(results) + FEW_CALLS)
+        results += map(function, *(item[few] for item in items))
+        is_slow = time.perf_counter() - begin >= FEW_CALLS * SLOW_CALL
+    left = [item[len(results) :] for item in items]
     with ThreadPoolExecutor(THREADS) as pool:
-        return results + list(pool.map(function, *rest))
+        results += pool.map(function, *left)
+    return results
 
 
 @contextmanager

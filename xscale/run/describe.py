@@ -96,7 +96,7 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
             lines.append(
                 f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
                 f"{unlisted[0]}, because index.json does not list them. After `xscale data index {source.directory}`, "
-                "a new run reads them"
+                "a new run reads them, but a run that has begun can then continue only by --fork"
             )
     return lines
 

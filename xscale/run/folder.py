@@ -299,13 +299,12 @@ class Status:
         may_write = self.has_lock or (self.process.is_main and may_write_status(self.out))
         if not may_write or isinstance(error, DirectoryTaken):
             return
-        code, message = exit_code_and_message(error)
-        if code == USER_ERROR and self.done_before and self.step is None:
+        if type(error) is UserError and self.done_before and self.step is None:
             if self.process.is_main:
                 with suppress(OSError):
                     self._write_entry(self.done_before)
             return
-        self.write_end(code, message)
+        self.write_end(*exit_code_and_message(error))
 
     def _write(self, status: str, code: int | None, why: str) -> None:
         entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
