@@ -25,7 +25,7 @@ from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import planner, shards
 from xscale.data.loader import load_batches, worker_count
 from xscale.data.mixture import Plan, initial_state
-from xscale.data.planner import Failure, Node, find_node, start_planner
+from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import folder
@@ -41,7 +41,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    plans = start_planner(run, steps, find_node(run.rank)) if workers else (run.next_part() for _ in range(steps))
+    plans = start_planner(run, steps) if workers else (run.next_part() for _ in range(steps))
     return load_batches(plans, dataset, workers)
 
 

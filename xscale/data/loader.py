@@ -336,7 +336,7 @@ class Loader:
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_part() for _ in range(steps))
-        return start_planner(mixture, steps, find_node(process.rank, host_group))
+        return start_planner(mixture, steps, find_node(host_group) if host_group else None)
 
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None

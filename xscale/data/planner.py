@@ -57,41 +57,45 @@ class Node(NamedTuple):
     """The listening socket; None on all ranks of the node but the first."""
 
 
-def find_node(rank: int, host_group: HostGroup | None = None) -> Node:
-    """Return this rank's node. All ranks of `host_group` call it together; None: the rank gets its own planner."""
+def find_node(host_group: HostGroup) -> Node | None:
+    """Return this rank's node, or None if the rank is alone on its node. All ranks of the run call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
     listener.listen()
-    if host_group is None:
-        return Node([rank], listener.getsockname(), listener)
     host = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino)
     ranks = list[int]()
     addresses = list[bytes]()
-    for other_rank, (other_host, address) in enumerate(host_group.gather((host, listener.getsockname()))):
-        if other_host == host:
-            ranks.append(other_rank)
+    for rank, (host_of_rank, address) in enumerate(host_group.gather((host, listener.getsockname()))):
+        if host_of_rank == host:
+            ranks.append(rank)
             addresses.append(address)
-    if rank == ranks[0]:
+    if len(ranks) > 1 and host_group.rank == ranks[0]:
         return Node(ranks, addresses[0], listener)
     listener.close()
-    return Node(ranks, addresses[0], None)
+    return Node(ranks, addresses[0], None) if len(ranks) > 1 else None
 
 
-def start_planner(mixture: Mixture, steps: int, node: Node) -> Plans:
+def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
     """Return the plans of the next steps. A background process, the planner, makes them before they are needed, until
-    the buffers of its connections are full. So a step need not wait while the records of a new window are ordered."""
+    the buffers of its connections are full. So a step need not wait while the records of a new window are ordered.
+    node: the ranks that share one planner; None: this rank has its own planner."""
+    listener = node and node.listener
+    if node is None:
+        connection, planner_end = multiprocessing.Pipe()
     planner = None
-    if node.listener:
-        planner = multiprocessing.Process(target=_plan, args=(mixture, steps, node), name="planner", daemon=True)
+    if node is None or listener:
+        connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: planner_end}
+        planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
         with safe_forks():
             planner.start()
         atexit.register(planner.kill)
-        node.listener.close()  # so that the connection ends when the planner ends
-    client = socket.socket(socket.AF_UNIX)
-    client.connect(node.address)
-    connection = Connection(client.detach())
-    connection.send_bytes(str(mixture.rank).encode())
-    return _received_plans(planner, connection, steps, shared=len(node.ranks) > 1)
+        (listener or planner_end).close()  # so that the connection ends when the planner ends
+    if node:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(node.address)
+        connection = Connection(client.detach())
+        connection.send_bytes(str(mixture.rank).encode())
+    return _received_plans(planner, connection, steps, shared=node is not None)
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
@@ -136,10 +140,10 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
         connection.close()
 
 
-def _plan(mixture: Mixture, steps: int, node: Node) -> None:
+def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
     leave_signals_to_parent()
-    connections = _connect_ranks(node)
+    connections = connect()
 
     def send(items: Sequence[Plan | Failure]) -> None:
         for rank, item in zip([*connections], items, strict=True):
