@@ -77,10 +77,10 @@ def check_corpus(corpus: Corpus) -> None:
         rules = corpus.rules_for(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
-                remedy = f"Correct the path, which is absolute or relative to {Path.cwd()}"
-                if "://" in path:
-                    remedy = "Download the file, and write its path instead of the URL"
-                raise UserError(f"source {name}: {path} not found. {remedy}")
+                raise UserError(
+                    f"source {name}: {path} not found. Correct the path, which is absolute or relative to "
+                    f"{Path.cwd()}. If it is a URL, download the file first"
+                )
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:
@@ -226,15 +226,10 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     wanted = corpus.heldout.wanted(group)
     if count >= wanted:
         return []
-    if len(group) == 2:
-        kind = "pairs"
-        reason = "only pairs whose two sentences occur in no other pair"
-    else:
-        kind = "sentences"
-        reason = "only whole documents that occur once"
+    reasons = {1: "only whole documents that occur once", 2: "only pairs whose two sentences occur in no other pair"}
     return [
-        f"{'-'.join(group)}: {count:,} {kind} are held out. `heldout` asks for {wanted:,}, but prepare holds out at "
-        f"most a tenth of the text, and {reason}. The rule length.tokens can remove some more"
+        f"{'-'.join(group)}: {count:,} pairs or sentences are held out. `heldout` asks for {wanted:,}, but "
+        f"prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule length.tokens can remove some more"
     ]
 
 
