@@ -229,7 +229,8 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     reasons = {1: "only whole documents that occur once", 2: "only pairs whose two sentences occur in no other pair"}
     return [
         f"{'-'.join(group)}: {count:,} pairs or sentences are held out. `heldout` asks for {wanted:,}, but "
-        f"prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule length.tokens can remove some more"
+        f"prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule "
+        "length.tokens can remove some more"
     ]
 
 
