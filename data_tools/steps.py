@@ -286,12 +286,12 @@ def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> No
     """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
     `wanted` sentences together, and a unit with too many is passed over. No side of a pair that is held out occurs in
     another kept pair of the group. units: the columns before FIRST_BAND."""
+    if not wanted:
+        return
     kept = np.flatnonzero(state == KEPT)
-    is_new = occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])
-    is_small = units[kept, SENTENCES] <= wanted
-    candidates = kept[is_new & is_small]
-    candidates = candidates[np.argsort(units[candidates, EXACT])]
-    for candidate, sentences in zip(candidates.tolist(), units[candidates, SENTENCES].tolist(), strict=True):
+    candidates = kept[occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])]
+    for candidate in candidates[np.argsort(units[candidates, EXACT])]:  # without a list of up to 10^8 numbers
+        sentences = int(units[candidate, SENTENCES])
         if sentences <= wanted:
             state[candidate] = HELD_OUT
             wanted -= sentences
