@@ -87,12 +87,12 @@ def test_the_page_has_the_files_numbers_and_stands_alone(run: Path, tmp_path: Pa
         "streams": "mlm, tlm",
         "state": "done",
         "reason for the state": "24 of 24 steps",
-        "steps": "24",
+        "logged steps": "24",
         "skipped steps": "0",
     }
     for name, cell in summary.items():
         assert row_of(page, name) == [cell]
-    assert row_of(page, "tokens in all steps") == ["2,400"] and row_of(page, "seconds in all steps") == ["12"]
+    assert row_of(page, "tokens in these steps") == ["2,400"] and row_of(page, "seconds in these steps") == ["12"]
     assert row_of(page, "all", "accuracy") == ["0.6"]
     assert row_of(page, "en-de", "accuracy") == ["0.5"]
     for title in (
@@ -106,6 +106,13 @@ def test_the_page_has_the_files_numbers_and_stands_alone(run: Path, tmp_path: Pa
     assert "<script" not in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert sources and all(source.startswith(("data:image/svg+xml;base64,", "#")) for source in sources)
+
+
+def test_steps_and_tokens_of_a_fork_are_its_own(tmp_path: Path) -> None:
+    """The metrics.jsonl of a fork begins after the parent's checkpoint."""
+    fork = write_run(tmp_path / "fork", entries_of(24)[20:], [], {})
+    page = page_of(fork, out=tmp_path / "report.html")
+    assert row_of(page, "logged steps") == ["4"] and row_of(page, "tokens in these steps") == ["400"]
 
 
 def test_a_curve_is_drawn_as_the_file_has_it() -> None:
@@ -139,7 +146,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     del last["results"]["retrieval"]["en-de"]
     other = write_run(tmp_path / "other", entries, [last], recipe)
     page = page_of(run, other, out=tmp_path / "report.html")
-    assert row_of(page, "tokens in all steps") == ["2,400", "–"]
+    assert row_of(page, "tokens in these steps") == ["2,400", "–"]
     assert row_of(page, "mlm", "loss") == ["0.36", "4.5", "+4.14, no interval"]
     assert row_of(page, "all", "accuracy") == ["0.6", "0.8", "+0.2, no interval"]
     assert row_of(page, "en-de", "accuracy") == ["0.5", "–", "–"] and "not in file" not in page
@@ -158,7 +165,7 @@ def test_any_name_of_a_run_is_text(tmp_path: Path, name: str) -> None:
     entries = [{"step": step, "loss": 1.0, f"loss/{name.replace('/', '')}": 2.0} for step in (1, 2)]
     folders = [write_run(tmp_path / name, entries, [], {}), write_run(tmp_path / "b", entries, [], {})]
     page = page_of(*folders, out=tmp_path / "report.html")
-    assert row_of(page, "steps") == ["2", "2"]
+    assert row_of(page, "logged steps") == ["2", "2"]
     assert "<script" not in page and html.escape(name).replace("&quot;", "&#34;") in page
 
 
@@ -167,14 +174,14 @@ def test_a_broken_last_line_is_left_out(tmp_path: Path, last: str) -> None:
     folder = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 3.0}], [], {})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(last)
-    assert row_of(page_of(folder, out=tmp_path / "r.html"), "steps") == ["2"]
+    assert row_of(page_of(folder, out=tmp_path / "r.html"), "logged steps") == ["2"]
 
 
 def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> None:
     """Without lines, without metrics.jsonl and status.json, and with numbers that are not finite, which have no
     chart; an empty config.yaml says nothing, nor does a status.json of another form."""
     empty = write_run(tmp_path / "empty", [], [], {})
-    assert row_of(page_of(empty, out=tmp_path / "r.html"), "steps") == ["0"]
+    assert row_of(page_of(empty, out=tmp_path / "r.html"), "logged steps") == ["0"]
     for name in ("metrics.jsonl", "evals.jsonl", "status.json"):
         (empty / name).unlink()
     broken = write_run(tmp_path / "broken", [{"step": 1, "loss": None, "tokens": 10**400}], [], {})
@@ -184,7 +191,7 @@ def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> 
     (broken / "status.json").write_text("[]")
     assert pictures(page_of(broken, out=tmp_path / "r.html")) == []
     page = page_of(empty, broken, run, out=tmp_path / "r.html")
-    assert row_of(page, "state")[0] == "no status.json" and row_of(page, "steps") == ["0", "1", "24"]
+    assert row_of(page, "state")[0] == "no status.json" and row_of(page, "logged steps") == ["0", "1", "24"]
 
 
 # Result files

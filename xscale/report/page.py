@@ -13,8 +13,8 @@ from xscale.report.charts import Lines, draw_chart
 from xscale.report.read import Results, Run, ScoreName
 
 Cell = str | float | None
-SUMS = {"tokens": "tokens in all steps", "step_s": "seconds in all steps", "skipped": "skipped steps"}
-"""{metric: name of the summary's row with its sum over the steps}."""
+SUMS = {"tokens": "tokens in these steps", "step_s": "seconds in these steps", "skipped": "skipped steps"}
+"""{metric: name of the summary's row with its sum over the logged steps, of which a fork has only its own}."""
 PAIRED = (
     "The brackets after a score have its 95 % confidence interval. A column `− first` has the difference of a model "
     "from the first model, with the confidence interval and the p value of a paired bootstrap, which resamples all "
@@ -76,7 +76,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
     language_losses = Section("Training losses by language")
     evaluations = Section("Scores of the evaluations in the runs")
     summaries: list[list[Cell]] = [
-        ["streams", "model.init or model.preset", "state", "reason for the state", "steps", *SUMS.values()]
+        ["streams", "model.init or model.preset", "state", "reason for the state", "logged steps", *SUMS.values()]
     ]
     last_scores: dict[str, Results] = {}
     for run_name, run in runs.items():
@@ -111,7 +111,7 @@ def summary_cells(run: Run) -> list[Cell]:
         model.get("init") or model.get("preset"),
         run.status.get("status", "no status.json"),
         run.status.get("why"),
-        float(max((curve.index[-1] for curve in run.metrics.values()), default=0)),
+        float(max(map(len, run.metrics.values()), default=0)),
     ]
     for metric in SUMS:
         cells.append(float(run.metrics[metric].sum()) if metric in run.metrics else None)
