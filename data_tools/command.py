@@ -36,4 +36,4 @@ def run(main: Callable[[], None]) -> None:
 def check_new_folder(out: Path) -> None:
     """Raise UserError unless `out` is absent or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists and is not an empty folder. Choose another --out, or remove the folder")
+        raise UserError(f"--out {out} exists and is not an empty folder. Choose another --out, or remove {out}")

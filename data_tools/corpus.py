@@ -55,7 +55,7 @@ class Length(Strict):
     def check(self) -> Self:
         for bounds in (self.characters, self.tokens):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"the bounds {list(bounds)} must be [minimum, maximum], 0 or more, in this order")
+                raise ValueError(f"the bounds {list(bounds)} must be [minimum, maximum], with 0 <= minimum <= maximum")
         return self
 
 
@@ -168,7 +168,7 @@ class SourceSpec(Strict):
         formats = [name for name in FORMATS if getattr(self, name) is not None]
         if len(formats) != 1:
             raise ValueError(
-                f"the source must have one of the keys {', '.join(FORMATS)}, and has "
+                f"the source must have exactly one of the keys {', '.join(FORMATS)}, and has "
                 f"{', '.join(formats) or 'none of them'}"
             )
         if (self.pairs is None) == (self.mono is None):
@@ -181,12 +181,13 @@ class SourceSpec(Strict):
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
                 raise ValueError(
-                    f"the language name {language!r} may have only letters, digits, _ and, except at its ends, -, "
-                    "such as zh-Hant"
+                    f"the language name {language!r} may have only letters, digits and _, and single hyphens between "
+                    "these characters, as in zh-Hant. Correct the name"
                 )
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(
-                f"name: {self.name!r} may have only letters, digits, _, - and ., and must not begin with - or ."
+                f"name: {self.name!r} may have only letters, digits, hyphens, dots and _, and must begin with a "
+                "letter, a digit or _. Correct the name"
             )
         if self.pairs and self.text and (isinstance(self.text, str) or len(self.text) != 2):
             raise ValueError(
@@ -212,12 +213,12 @@ class SourceSpec(Strict):
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
             raise ValueError(
                 "columns and links: a source with `tsv` needs numbers of columns, counted from 1, such as "
-                "columns: [1, 2]"
+                "columns: [1, 2] and, for a column of word links, links: 3"
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
-                f"columns and links: in a source with `{self.format}`, `columns` needs names of fields, such as "
-                "[en, de], and `links` the path of a file"
+                f"columns and links: in a source with `{self.format}`, `columns` must be the names of two fields, "
+                "such as [en, de], and `links` must be the path of a file"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
@@ -337,7 +338,7 @@ def load_corpus(path: Path) -> Corpus:
     except ValueError as error:
         raise UserError(f"{path} is not YAML in UTF-8 ({error}). Correct the file") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Use a corpus.yaml") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}). Give the path of a readable corpus.yaml") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Corpus.model_fields)}")
     return parse_corpus(tree, str(path))
@@ -392,8 +393,9 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
             of_pairs.append(source)
     if align.keys() != {"links"} or not align["links"] or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
-            f"{place}: align must be true, and is {align}. To use word links of your own, write `links: FILE` in each "
-            "source of pairs. If there is only one such source, `align: {links: FILE}` is another way to write its key"
+            f"{place}: align is {align}, and must be true or false; only a corpus with a single source of pairs may "
+            "have `align: {links: FILE}` instead of the key `links` of the source. Write `align: true` to make word "
+            "links. To use files of word links, write `links: FILE` in each source of pairs"
         )
     of_pairs[0]["links"] = align["links"]
     tree["align"] = False

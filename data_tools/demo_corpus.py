@@ -2,10 +2,12 @@
 
     xscale data demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-The folder raw/ has a TSV of en-xx pairs with gold word links, a TMX of en-yy pairs (a fifth as many), WikiExtractor's
-folders of documents (a fifth as many sentences of yy), and dictionaries. corpus.yaml names these files. From them,
-`xscale data prepare` makes pairs/, pairs_yy/, mono_en/, mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/,
-tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and report.json.
+The languages are English (en) and the invented xx and yy. The folder raw/ has a TSV of en-xx pairs with gold word
+links, a TMX of en-yy pairs, documents of each language in the format of WikiExtractor, and en-xx and xx-en
+dictionaries. There are a fifth as many en-yy pairs as en-xx pairs, and a fifth as many yy sentences as xx sentences.
+corpus.yaml names the files in raw/. From these files, `xscale data prepare` makes pairs/, pairs_yy/, mono_en/,
+mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and
+report.json.
 """
 
 import argparse
@@ -25,21 +27,21 @@ from .steps import write_lines
 
 HELDOUT = 1000
 CORPUS = """\
-# The files in raw/, for `xscale data prepare`. docs/reference/corpus.md describes every key.
+# This file tells `xscale data prepare` how to read the files in raw/. docs/reference/corpus.md describes every key.
 sources:
   # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
   - {name: pairs_yy, pairs: [en, yy], tmx: "RAW/en-yy.tmx"}
-  # Folders of WikiExtractor. Documents are split into sentences, also in yy, which has no spaces.
+  # These folders have documents in the format of the tool WikiExtractor. prepare splits documents into sentences.
   - {name: mono_en, mono: en, text: "RAW/wiki_en"}
   - {name: mono_xx, mono: xx, text: "RAW/wiki_xx"}
   - {name: mono_yy, mono: yy, text: "RAW/wiki_yy"}
 rules:
-  length: {characters: [1, 500]}  # of a sentence
+  length: {characters: [1, 500]}  # the minimum and the maximum of a sentence
   ratio: 9                        # one side of a pair is at most 9 times as long as the other
-  dedup: exact                    # in each language, and in each pair of languages
+  dedup: exact                    # keeps only the first of several equal pairs or documents
 tokenizer: {type: wordpiece, vocab_size: 4000}
-heldout: {pairs: HELDOUT}  # of each pair of languages, but at most a tenth
+heldout: {pairs: HELDOUT}  # HELDOUT en-xx pairs and HELDOUT en-yy pairs for evaluation, or a tenth if this is less
 lexicons: ["RAW/en-xx.txt", "RAW/xx-en.txt"]
 """
 TMX = """\
@@ -155,8 +157,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     build(args.out, args.pairs, args.mono, args.seed)
     print(
-        f"{args.out} has {args.pairs:,} pairs, {args.mono:,} monolingual sentences in each of en and xx, a "
-        "tokenizer and dictionaries"
+        f"{args.out} has about {args.pairs:,} en-xx pairs, {args.mono:,} sentences in en and {args.mono:,} in xx, a "
+        "fifth as much text with yy, a tokenizer and dictionaries"
     )
 
 

@@ -3,8 +3,8 @@
     xscale data index DIR [--langs en de]
 
 Tars may have `.jsonl` members (one record per line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
-KEY.links.txt), or KEY.txt with --langs. The links of samples number the words between white space, unless an existing
-index.json names another kind of words.
+KEY.links.txt), or KEY.txt with --langs. The numbers in a sample's word links count words between white space, unless
+the key `segmentation` of an existing index.json names other words.
 """
 
 import argparse
@@ -92,8 +92,8 @@ def scan_tar(
                 langs = record.langs
             elif record.langs != langs:
                 raise ValueError(
-                    f"the record has the languages {'-'.join(record.langs)}, but earlier records have "
-                    f"{'-'.join(langs)}. Use one folder per language or language pair"
+                    f"the record has text in {'-'.join(record.langs)}, but all records of the folder must have text in "
+                    f"{'-'.join(langs)}. Use one folder per language or language pair, or correct --langs"
                 )
             if segmentations and record.links is not None and len(langs) == 2:
                 project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
@@ -167,8 +167,8 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
     rest = os.pread(fd, 1 << 20, tar.offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
         raise ValueError(
-            "the tar is cut off or damaged after this record, because the end-of-archive mark is missing. Copy "
-            "the tar again"
+            "the end-of-archive mark is missing after the last record, so the tar is cut off or damaged. Copy the tar "
+            "again"
         )
 
 
@@ -254,9 +254,9 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} and the layout {tar.layout!r}, but "
-                f"{first.shard.name} has text in {'-'.join(first.langs)} and the layout {first.layout!r}. Move one of "
-                "the two tars to another folder"
+                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} as {tar.layout}, but "
+                f"{first.shard.name} has text in {'-'.join(first.langs)} as {first.layout} (lines: .jsonl members; "
+                "samples: other members). Move one of the two tars to another folder"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -299,9 +299,9 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     dropped = counts.pop("dropped_links", 0)
     left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason not in ("lines", "records")]
     if left_out:
-        line += f"; lines of the input that were left out: {', '.join(left_out)}"
+        line += f"; texts of the input that were left out: {', '.join(left_out)}"
     if dropped:
-        line += f"; {dropped:,} links between a word and a punctuation mark or other symbol were left out"
+        line += f"; {dropped:,} word links were left out, such as links between a word and a punctuation mark"
     return line
 
 

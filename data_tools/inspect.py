@@ -1,8 +1,15 @@
 """Print statistics of a folder of shards, or of each folder of shards directly below it.
 
-    xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
+    xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json FILE]
 
-Words are those of xscale/data/words.py: runs of letters and digits, and single symbols. Word links number these words.
+A word is a run of letters and digits, or a single symbol (xscale/data/words.py). The command prints these statistics of
+word links. The first two have one number for each of the two languages:
+
+    words                  mean number of words of a text
+    linked_share           share of the words that have a link
+    links_per_linked_word  mean number of links of a word that has a link
+    punctuation_share      share of the links whose first word is a symbol
+    tokens_per_target      with --tokenizer: median and 95th percentile of the tokens that are linked to a token
 """
 
 import argparse
@@ -136,9 +143,9 @@ def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> 
             if share > UNKNOWN:
                 print(
                     f"warning: {share:.1%} of the tokens in {lang} are unknown tokens, because tokenizer "
-                    f"{tokenizer.hf.name_or_path} does not have the characters, and a model cannot learn from "
-                    f"unknown tokens. Train a tokenizer on text in {lang} with a larger vocabulary by `xscale data "
-                    "tokenizer --vocab_size N`"
+                    f"{tokenizer.hf.name_or_path} lacks some characters of the text. A model cannot learn from unknown "
+                    f"tokens. Train a tokenizer with a larger vocabulary on text in {lang} by `xscale data tokenizer "
+                    "--vocab_size N`"
                 )
     if "documents" in source.index:
         print(f"  sentences per document: mean {source.records / source.index['documents']:.1f}")
@@ -150,7 +157,7 @@ def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> 
         if tokenizer:
             links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
-            print(f"  links: {name} {value}")
+            print(f"  word links: {name} {value}")
     for number in evenly_spaced(len(records), shown):
         print("  " + records[number].to_json())
     return {"directory": str(source.directory), "name": source.name, "kind": source.kind, "records": source.records,
@@ -167,12 +174,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of a tokenizer; with it, inspect also counts unknown tokens, and the linked tokens of each token",
+        help="folder of a tokenizer, to count unknown tokens, and the tokens that word links connect with a token",
     )
     parser.add_argument(
         "--json",
         type=Path,
-        metavar="F",
+        metavar="FILE",
         help="also write the number of records and the statistics of word links to this file",
     )
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Make a bilingual dictionary: join, filter or sample existing ones, or induce one from word links.
+"""Make a bilingual dictionary: join, filter or sample existing dictionaries, or make one from word links.
 
     xscale data lexicon --dict en-de.txt ... --out out/en-de.txt [--share 0.25] [--drop_identical]
     xscale data lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
@@ -146,26 +146,31 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     inputs = parser.add_mutually_exclusive_group(required=True)
     inputs.add_argument(
-        "--dict", type=Path, nargs="+", metavar="F", help="files of dictionaries, which are joined in this order"
+        "--dict", type=Path, nargs="+", metavar="FILE", help="files of dictionaries, which are joined in this order"
     )
-    inputs.add_argument("--from_links", type=Path, nargs="+", metavar="DIR", help="shards of pairs with word links")
+    inputs.add_argument(
+        "--from_links", type=Path, nargs="+", metavar="DIR", help="folders of shards of pairs with word links"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
-        metavar="F",
+        metavar="FILE",
         help="file of the dictionary; its name has the two languages, such as en-de.txt",
     )
     parser.add_argument(
-        "--min_count", type=int, default=2, help="with --from_links, minimum number of links of an entry (default: 2)"
+        "--min_count",
+        type=int,
+        default=2,
+        help="with --from_links, minimum number of links between the two words of an entry (default: 2)",
     )
     parser.add_argument(
         "--min_share",
         type=float,
         default=0.1,
         help=(
-            "with --from_links, minimum number of links of an entry, as a share of the occurrences of the entry's "
-            "more frequent word (default: 0.1)"
+            "with --from_links, minimum ratio of the number of links between the two words of an entry to the number "
+            "of occurrences of the more frequent word (default: 0.1)"
         ),
     )
     parser.add_argument(

@@ -39,10 +39,10 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 </style>
 <h1>Corpus made by xscale data prepare</h1>
 <table>
-<tr><th>source<th>languages<th>licence<th>pairs or documents read<th>removed by the rules<th>held-out records<th>records
-for training<th>records with word links<th>size of the shards in MB
+<tr><th>source<th>languages<th>licence<th>pairs or documents read<th>removed by the rules<th>held-out records
+(pairs or sentences)<th>records for training<th>records with word links<th>size of the shards in MB
 {% for source in sources %}
-<tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not said" }}
+<tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not stated" }}
   <td>{{ "{:,}".format(source.counts.read) }}
   <td>{{ "{:,}".format(source.removed.values() | sum) }}<td>{{ "{:,}".format(source.counts.held) }}
   <td>{{ "{:,}".format(source.counts.records) }}<td>{{ "{:,}".format(source.counts.linked) }}
@@ -79,7 +79,7 @@ def check_corpus(corpus: Corpus) -> None:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
                 raise UserError(
                     f"source {name}: {path} not found. Correct the path, which is absolute or relative to "
-                    f"{Path.cwd()}. If it is a URL, download the file first"
+                    f"{Path.cwd()}. If the path is a URL, download the file first"
                 )
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
@@ -230,7 +230,7 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     return [
         f"{'-'.join(group)}: {count:,} pairs or sentences are held out. `heldout` asks for {wanted:,}, but "
         f"prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule "
-        "length.tokens can remove some more"
+        "length.tokens may then remove some of the held-out text"
     ]
 
 

@@ -115,7 +115,7 @@ def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> I
             ended = row.index(None)
             others = [str(path) for path, line in zip(paths, row, strict=True) if line]
             raise UserError(
-                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} has a line {number}. "
+                f"{paths[ended]} ends after line {number - 1}, but line {number} exists in {' and '.join(others)}. "
                 "Line n of each file must belong to the same pair: correct the files"
             )
         yield [line for _, line in row]
@@ -335,18 +335,18 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
-    remedy = "List the fields of the two texts in the key `columns`"
+    remedy = "List the names of the two fields with text in the key `columns`"
     if source.mono:
         names = [source.field]
-        remedy = f"Set the key `field` to the field of the text (now {source.field!r})"
+        remedy = f"Set the key `field` (now {source.field!r}) to the name of the field with text"
     elif source.columns:
         names = list(map(str, source.columns))
     else:
         names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
-            f"{place} does not have the field of a text; its fields are {', '.join(fields) or 'none'}. {remedy}, "
-            "or remove the record"
+            f"{place} lacks a field with text; its fields are {', '.join(fields) or 'none'}. {remedy}, or remove the "
+            "record"
         )
     texts = list[str]()
     for name in names:
@@ -373,7 +373,7 @@ def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
         except Exception as error:
             raise UserError(
                 f"{name}: row {number} cannot be read as `{source.format}` ({error}). Download the data again, or "
-                "correct the key of the source"
+                "correct the keys of the source in corpus.yaml"
             ) from None
         if fields is None:
             return

@@ -207,8 +207,7 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         raise UserError(
             f"{path}: line {unit.number}: {error}. A link `i-j` joins word i of the first text and word j of the "
             "second, counted from 0; spaces and tabs divide words. If the aligner read other texts, such as "
-            "tokenised ones, pass the texts of the aligner by --links_src F --links_tgt F (in corpus.yaml, by "
-            "`linked:`)"
+            "tokenised text, pass these texts by --links_src FILE --links_tgt FILE (in corpus.yaml, by `linked:`)"
         ) from None
 
 

@@ -222,8 +222,8 @@ def _choose_alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: 
         )
     if len(kept) < len(wanted):
         print(
-            f"warning: {COVERAGE:.2%} of the text has {len(wanted):,} different characters, and the vocabulary has "
-            f"room for only {len(kept):,} characters. Set a larger vocab_size",
+            f"warning: to cover {COVERAGE:.2%} of each language's text, the vocabulary should have {len(wanted):,} "
+            f"characters, but has room for only {len(kept):,}. Set a larger vocab_size",
             file=sys.stderr,
         )
     return kept

@@ -1,7 +1,7 @@
 """Write WebDataset shards of sentence pairs or of monolingual sentences.
 
-    xscale data write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
-    xscale data write_shards mono  --text F... --lang en --out DIR
+    xscale data write_shards pairs --src FILE --tgt FILE --langs en de --out DIR [--links FILE | --align]
+    xscale data write_shards mono  --text FILE... --lang en --out DIR
 
 The tool does the same as `xscale data prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2
 or .zst. `-` is standard input, which must be plain. The directory DIR appears only when it is complete.
@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             "--shard_lines",
             type=int,
             default=steps.CHUNK_UNITS,
-            help="number of pairs or documents per shard (default: 8192)",
+            help="maximum number of pairs or documents per shard (default: 8192)",
         )
         command.add_argument("--tokenizer", help="tokenizer that counts the tokens for --min_tokens and --max_tokens")
         command.add_argument(

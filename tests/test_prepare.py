@@ -200,12 +200,12 @@ EVERY_READER: list[dict] = [
         (
             {"mono": "en", "jsonl": "f"},
             b'{"a": "b"}\n',
-            "its fields are a. Set the key `field` to the field of the text",
+            "its fields are a. Set the key `field` (now ",
         ),
         (
             {"pairs": ["en", "de"], "jsonl": "f"},
             b'{"en": "b"}\n',
-            "its fields are en. List the fields of the two texts in the key `columns`",
+            "its fields are en. List the names of the two fields with text in the key `columns`",
         ),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
@@ -241,16 +241,16 @@ MONO = {"mono": "de", "text": "a"}
     [
         ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
         ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
-        ({"sources": [PAIR], "align": {"link": "c"}}, ["align must be true, and is {'link': 'c'}. To use word links"]),
+        ({"sources": [PAIR], "align": {"link": "c"}}, ["align is {'link': 'c'}, and must be true or false"]),
         (
             {"sources": [PAIR], "align": {"links": None}},
-            ["align must be true, and is {'links': None}. To use word links"],
+            ["align is {'links': None}, and must be true or false"],
         ),
         (
             {"sources": [PAIR, PAIR], "align": {"links": "c"}},
-            ["align must be true, and is {'links': 'c'}. To use word links"],
+            ["align is {'links': 'c'}, and must be true or false"],
         ),
-        ({"sources": [MONO | {"tmx": "b"}]}, ["must have one of the keys text, tsv", "and has text, tmx"]),
+        ({"sources": [MONO | {"tmx": "b"}]}, ["must have exactly one of the keys text, tsv", "and has text, tmx"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["list the same column twice"]),
         (
