@@ -284,7 +284,8 @@ def main(argv: list[str] | None = None) -> None:
         "--executor",
         choices=EXECUTORS,
         default="local",
-        help="where the tasks run: in processes on this machine, in an array of SLURM jobs, or on a Ray cluster",
+        help="where the tasks run: in processes on this machine, in an array of SLURM jobs, or on a Ray cluster "
+        "(default: local)",
     )
     parser.add_argument(
         "--workers",

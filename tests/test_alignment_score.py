@@ -228,6 +228,6 @@ def test_too_few_words_have_no_score(
         caplog.clear()
         with caplog.at_level("INFO"):
             withheld, trained = build_probes_of_run(loader.corpus, HostGroup(), lambda doing: None).values()
-        left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the words"
+        left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the dictionary's words"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

@@ -243,7 +243,7 @@ def test_real_gold(real: Path) -> None:
     [
         (("aer",), "--aer en-es FILE.tsv"),
         (("aer", "--aer", "en-es"), "--aer en-es: .*FILE.tsv"),
-        (("retrieval",), r"--data \(missing\) has no sentence pairs"),
+        (("retrieval",), r"--data \(not given\) has none"),
         (("retrieval", "--texts", "nowhere", "nothing"), "--texts nowhere nothing: there is no parallel text"),
         (("retrieval", "--suite", "all"), "--suite is no longer part of xscale"),
     ],

@@ -407,7 +407,7 @@ def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Pa
     export.export(tmp_path / "run", tmp_path / "hf")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.language, card.data.license, card.data.model_name) == (["en", "xx", "yy"], "unknown", "hf")
-    assert "does not say which of them its streams read" in card.text and "- `en-xx`, fingerprint `" in card.text
+    assert "does not say which sources the streams read" in card.text and "- `en-xx`, fingerprint `" in card.text
     assert {"xscale", "ppa", "alignlm"} <= set(card.data.tags) and card.data.base_model is None
     assert "7 optimizer steps from random weights" in card.text and "needs transformers 4.0 or newer" in card.text
     recipe_text = card.text.partition("```yaml\n")[2].partition("```")[0]
@@ -551,7 +551,7 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
             "cls",
             f"the pooling of model.init {init}, exported with the sentence-transformers modules and prompts",
         ),
-        (tlm_stream, init, (None, 1), "cls", "because they need the last layer"),
+        (tlm_stream, init, (None, 1), "cls", "because these modules need the last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),

@@ -19,13 +19,13 @@ FLAGS: dict[str, str] = {
     "report --scores": "name the result files without a flag: `xscale report A.json B.json --out table.html`",
     "report --models": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout",
     "report --pairs": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout",
-    "data_tools.inspect --html": "report.html of `xscale data prepare` has counts and removed text of each source",
+    "data_tools.inspect --html": "report.html of `xscale data prepare` shows each source's records and removed text",
     "--plugin": "name the objective in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "eval.finetune --source": "write the source language as the first language of --train",
     "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
     "write_shards --symmetrize": "run eflomal; pass its links by --links, and its input by --links_src and --links_tgt",
-    "--data_change": "use `--fork RUN@STEP --out NEW` with more --data; the old data continue at their position",
+    "--data_change": "use `--fork RUN@STEP --out NEW` with more --data; the fork continues the old data from STEP on",
     "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
     "--parts": "start one job per task, each with another --task and --out",
     "--part": "start one job per task, each with another --task and --out",
@@ -39,8 +39,8 @@ FLAGS: dict[str, str] = {
     "--finetune": "use the command `xscale finetune`",
     "--onnx": "run `optimum-cli export onnx --model HF_DIR OUT` in an environment that has optimum-onnx",
     "eval.finetune --predictions": "xscale does not save predictions; the JSON file of --out has the scores",
-    "eval.finetune --keep": "--out has the scores; to keep a model, fine-tune the model by transformers' Trainer",
-    "eval.finetune --ds_config": "use torchrun --nproc_per_node N without DeepSpeed; the model must fit one GPU",
+    "eval.finetune --keep": "--out has the scores; to keep a model, fine-tune the model by the Trainer of transformers",
+    "eval.finetune --ds_config": "use torchrun --nproc_per_node N without DeepSpeed; the model must fit into one GPU",
 }
 """Flag, such as "--data_change" -> what to use instead. If another command keeps the flag, the key names the command:
 "eval.run --suite"."""
@@ -49,7 +49,7 @@ FIELDS: dict[str, str] = {
     # One line for each field.
     "train.rollbacks": "remove the field; if the loss or gradient is not finite, skip the step by train.skip_steps",
     "train.spikes": "find spikes of the loss in TensorBoard, and skip their steps by train.skip_steps=[STEP, ...]",
-    "train.compile": "remove the field; forward passes are no longer padded to the same shape",
+    "train.compile": "remove the field; on a GPU, the encoder uses xscale's Triton kernels",
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
     "data.truecase": "use `xscale data lexicon --truecase DIR`; for old runs, set data.lexicons=[RUN/lexicon/FILE.txt]",
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
@@ -57,7 +57,7 @@ FIELDS: dict[str, str] = {
     "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",
     "model.rope_theta": "change rope_theta in the config.json of an export, and set model.init to the export",
     "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
-    "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every helps",
+    "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every saves time",
     "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards at URLs",
     "checkpoint.hook": "evaluate checkpoints in another job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json ...",
 }
@@ -100,9 +100,9 @@ HUGGING_FACE: dict[str, str] = {
 
 CORPUS_KEYS: dict[str, str] = {
     # One line for each key.
-    "zst": "write `text: [F.en.zst, F.de.zst]` and `links: F.aln.zst`",
-    "opus": "unzip the file, and write `text: [F.en, F.de]`",
-    "conllu": "write the output of `grep '^# text = ' F | cut -c10-` to a file, and name this file by `text:`",
+    "zst": "write the names of the files: `text: [NAME.en.zst, NAME.de.zst]` and `links: NAME.aln.zst`",
+    "opus": "unzip the file, and write the names of its two text files: `text: [NAME.en, NAME.de]`",
+    "conllu": "write the output of `grep '^# text = ' FILE | cut -c10-` to a new file, and name this file by `text:`",
     "score": "remove lines with a low score from the file first, for example by awk",
     "boilerplate": "remove the boilerplate from the file first",
     "line_keys": "remove line_keys; each record's key always has the line number at which the pair or document begins",

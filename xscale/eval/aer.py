@@ -172,8 +172,8 @@ def parse_linked_pair(row: list[list[str]], first: int, place: str) -> LinkedPai
         j = int(match[3]) - first
         if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
-                f"{place}: link {link} does not fit sentences of {len(row[0])} and {len(row[1])} words, counted "
-                f"from {first}. Correct the line"
+                f"{place}: the link {link} names a word that does not exist: the two sentences have {len(row[0])} and "
+                f"{len(row[1])} words, counted from {first}. Correct the line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":

@@ -98,9 +98,9 @@ def build_probes(
         probes[MetricKey("alignment_trained", name)] = ProbeWords(pairs_P2[is_trained], targets_C)
         if withheld_share and len(withheld.queries) < FEWEST:
             LOG.warning(
-                f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the words that "
-                f"training does not read are single tokens, and the metric needs {FEWEST}. Use a larger "
-                "dictionary, a larger share of withheld words (data.lexicon_heldout), or a tokenizer with a larger "
+                f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the dictionary's "
+                f"words that training withholds are single tokens, and the metric needs {FEWEST}. Use a larger "
+                "dictionary, withhold a larger share (data.lexicon_heldout), or use a tokenizer with a larger "
                 "vocabulary"
             )
     return probes

@@ -225,7 +225,7 @@ def check_number_is_measured(results: dict[str, Results], path: str) -> None:
     if task in results and name not in results[task].get(row, {}):
         raise UserError(
             f"checkpoint.best: the evaluation does not measure {path}. The task {task} has the rows "
-            f"{', '.join(results[task])}; the row {row} has the numbers "
-            f"{', '.join(results[task].get(row, {})) or 'none'}. Write TASK/ROW/NUMBER with one of these rows and its "
-            "numbers"
+            f"{', '.join(results[task])}. Numbers in the row {row}: "
+            f"{', '.join(results[task].get(row, {})) or 'none, because the task does not have this row'}. Write "
+            "TASK/ROW/NUMBER with a row of the task and a number of this row"
         )

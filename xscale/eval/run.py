@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--data", type=Path, nargs="+", default=[], help="folders of shards with held-out text; task alignment may "
         "also read training text")  # fmt: skip
     add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
-        "(FLORES, NTREX, Tatoeba), with one file per language, in which line n is the same sentence; if one language "
-        "is English, all pairs with English are measured, else all pairs")  # fmt: skip
+        "(FLORES, NTREX, Tatoeba), with one file per language; line n of each file is the same sentence; if one "
+        "language is English, all pairs with English are measured, else all pairs of languages")  # fmt: skip
     add("--limit", type=int, help="maximum number of pairs that are read from each folder of --data and each file of "
         "--aer (default: 1000), and of lines that are read from each file of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
@@ -119,8 +119,9 @@ def require_pair_sources(args: argparse.Namespace, sources: list[Source]) -> lis
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         raise UserError(
-            f"--data ({', '.join(map(str, args.data)) or 'missing'}) has no sentence pairs, which the tasks "
-            "alignment, heldout and retrieval need. Write --data DIR with a folder of shards of pairs"
+            "the tasks alignment, heldout and retrieval need sentence pairs, but --data "
+            f"({', '.join(map(str, args.data)) or 'not given'}) has none. Write --data DIR with a folder of shards of "
+            "pairs"
         )
     return pairs
 
@@ -168,7 +169,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Use folders with one file per "
-            "language, in which line n is the same sentence, such as eng_Latn.devtest and deu_Latn.devtest"
+            "language, such as eng_Latn.devtest and deu_Latn.devtest; line n of each file must be the same sentence"
         )
     if args.data or not rows:
         for source in require_pair_sources(args, sources):

@@ -78,8 +78,8 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     if layers is not None:
         return SentenceVectors(
             pooling,
-            f"the pooling of model.init {init}; its other modules for sentence-transformers are left out, because they "
-            "need the last layer, and this export has only the lower layers",
+            f"the pooling of model.init {init}; its other sentence-transformers modules are left out, because these "
+            "modules need the last layer, and this export has only the first layers",
         )
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):

@@ -18,10 +18,10 @@ SUMS = {"tokens": "tokens in these steps", "step_s": "seconds in these steps", "
 PAIRED = (
     "The brackets after a score have its 95 % confidence interval. A column `− first` has the difference of a model "
     "from the first model, with the confidence interval and the p value of a paired bootstrap, which resamples all "
-    "models with the same sentences. `not in file`: the model was not evaluated with the same --task, --data, "
-    "--pooling and --layer, or does not have the layer. `no interval`: the score, such as `alignment`, is not a mean "
-    "over sentences. A dash: one of the two models does not have the score, or neither high nor low numbers of the "
-    "metric are better."
+    "models with the same sentences. `not in file`: the model was evaluated with another --task, --data, --pooling "
+    "or --layer than the other models, or does not have the layer. `no interval`: the score, such as `alignment`, is "
+    "not a mean over sentences. A dash: one of the two models does not have the score, or the metric, such as a number "
+    "of sentences, does not measure quality."
 )
 
 

@@ -80,7 +80,7 @@ def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
 
     problem = pointer_problem(path)
     if path.is_dir():
-        problem = f"{path} is a folder. Use a file of JSON Lines or Parquet, such as `to_parquet` of `datasets` writes"
+        problem = f"{path} is a folder. Use a .jsonl file, or a .parquet file from `Dataset.to_parquet`"
     if problem:
         raise UserError(problem)
     builder = "parquet" if path.suffix == ".parquet" else "json"
@@ -174,7 +174,7 @@ def column_value(row: Columns, name: str, kind: type) -> Any:
     value = row.get(name)
     if name not in row or not isinstance(value, kind):
         raise UserError(
-            f"the column {name} has the value {value!r}, and a value of type {kind.__name__} is needed. The "
-            f"columns are {', '.join(row)}: rename or correct the columns"
+            f"the column {name} is missing, or its value {value!r} is not of type {kind.__name__}. The columns are "
+            f"{', '.join(row)}: rename or correct the columns"
         )
     return value
