@@ -354,7 +354,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([A[0], ("a.cs.txt", None), *B], "record 0: the tar member a.cs.txt is a link or a device"),
         (
             [*A, ("a.links.txt", b"0-0 5-0"), *B],
-            "record 0: the word link '5-0' does not fit sentences of 1 and 1 words",
+            "record 0: the word link '5-0' must be i-j, with i below 1 and j below 1",
         ),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: two tar members .* a.json"),
         ([("a.jsonl", b"[" * 100_000)], "record 0: the text is not JSON .*recursion"),
@@ -368,7 +368,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
-            "record 0: .* in langs or texts, where only strings that are not blank are allowed",
+            "record 0: .* in langs or texts. Each item of langs and texts must be a string",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],

@@ -139,9 +139,9 @@ BROKEN = [
     ("raise RuntimeError('no licence')", r"cannot be imported \(RuntimeError: no licence"),
     ("import sys; sys.exit(3)", r"cannot be imported \(SystemExit"),
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
-    ("", "is not an instance of Objective"),
-    ("OBJECTIVE = {'odd': 5}", "is not an instance of Objective"),
-    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "is not an instance of Objective"),
+    ("", "must be an instance of Objective"),
+    ("OBJECTIVE = {'odd': 5}", "must be an instance of Objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "must be an instance of Objective"),
     (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "record_kind is 'pairs', and must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",

@@ -172,12 +172,12 @@ def test_every_preset_has_a_name_in_recipes() -> None:
         ("just text", r"r\.yaml"),
         ("\x00", r"r\.yaml"),
         ("\udcff\udcfe\x00", r"r\.yaml"),
-        ("train: {steps: 5}\ntrain: {steps: 9}\n", "is not YAML .the key train occurs twice"),
-        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "is not YAML .the key samples occurs twice"),
-        (STREAM + "train: {steps: " + "9" * 5000 + "}", "is not YAML .Exceeds the limit"),
+        ("train: {steps: 5}\ntrain: {steps: 9}\n", "read as YAML .the key train occurs twice"),
+        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "read as YAML .the key samples occurs twice"),
+        (STREAM + "train: {steps: " + "9" * 5000 + "}", "read as YAML .Exceeds the limit"),
         (STREAM + "train: {steps: " + "9" * 400 + "}", "train.steps: 9+: .* 1099511627776"),
-        (STREAM + "a: " + "{a: " * 3000, "is not YAML ..*recursion"),
-        (STREAM + "1: {a: 1}\n'1': {b: 1}", "is not YAML .the key 1 occurs twice"),
+        (STREAM + "a: " + "{a: " * 3000, "read as YAML ..*recursion"),
+        (STREAM + "1: {a: 1}\n'1': {b: 1}", "read as YAML .the key 1 occurs twice"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:

@@ -138,7 +138,7 @@ def test_sources_are_those_of_the_disk(corpus: Path, server: type[Handler], tmp_
         far = find_sources([f"{url}/en", remote.parse_location(f"{url}/en-xx/")], str(tmp_path))
         assert [source.fingerprint for source in far] == [source.fingerprint for source in near]
         assert [records_of(source) for source in far] == [records_of(source) for source in near]
-        with pytest.raises(UserError, match=r"there is no index\.json at this URL\. Write the URL of each folder"):
+        with pytest.raises(UserError, match=r"there is no index\.json at this URL\. Pass the URLs of folders"):
             find_sources([url], str(tmp_path))
 
 

@@ -193,9 +193,9 @@ def test_links_of_the_aligners_text_are_carried_over() -> None:
     assert links == "5-6" and dropped == 1
     assert project_links("", texts, moses) == ("", 0)
     assert character_places("naive x", "nai@@ ve x") == [[0, 1, 2], [3, 4], [6]]  # what is not in the text has no place
-    with pytest.raises(ValueError, match="does not have the characters of the text"):
+    with pytest.raises(ValueError, match="less than half of the characters of the tokenised text"):
         project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
-    with pytest.raises(ValueError, match=r"link '9-0' does not fit sentences of 5 and 6 words"):
+    with pytest.raises(ValueError, match=r"link '9-0' must be i-j, with i below 5 and j below 6"):
         project_links("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
         project_links("0:0", texts)

@@ -57,8 +57,8 @@ def read_launcher(may_be_alone: bool = False) -> Process:
             check_alone()
     if process.rank >= process.world:
         raise UserError(
-            f"the launcher started a process with rank {process.rank}, but with only {process.world} ranks (0 to "
-            f"{process.world - 1}). Correct the settings of the launcher"
+            f"the launcher started a process as rank {process.rank}, but says that there are only {process.world} "
+            f"ranks (0 to {process.world - 1}). Correct the settings of the launcher"
         )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
@@ -189,8 +189,8 @@ def check_gloo_interfaces() -> None:
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in known:
             raise UserError(
-                f"GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this host. The network "
-                f"interfaces of this host are {', '.join(known)}"
+                f"the environment variable GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this "
+                f"host. Set GLOO_SOCKET_IFNAME to one of {', '.join(known)}"
             )
 
 

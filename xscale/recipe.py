@@ -36,8 +36,8 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. To start from an `init` that xscale has not trained, you must then set train.lr by --set. model: the
-    weights of a pre-trained model, so that `init` is required. any: random weights or a pre-trained model."""
+    weights (with an `init` that xscale has not trained, you must also set train.lr by --set). model: the weights of a
+    pre-trained model, so that `init` is required. any: random weights or a pre-trained model."""
     init: str | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
     hub, or a run or checkpoint of xscale. null: random weights in the architecture `preset`."""
@@ -51,8 +51,8 @@ class ModelConfig:
     """The dropout probability of hidden states and attention. null: the dropout of `init`; without `init`, 0.1."""
     attention_gain: PositiveFloat | None = None
     """The gain g of attention layers with random weights: the weights of the value and output projections have the
-    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers; in preset tiny,
-    this is g = 0.23. With g = 1, the [CLS] vectors of different sentences are less similar at first, so contrastive
+    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in preset tiny,
+    g is then 0.23). With g = 1, the [CLS] vectors of different sentences are less similar at first, so contrastive
     losses begin to fall earlier; other losses begin to fall somewhat later."""
 
 
@@ -90,11 +90,11 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "drop"
     """What a stream does with sentence pairs of more than `max_length` tokens. drop: the stream leaves these pairs out;
     truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of the
-    pairs in these languages that are too long."""
+    stream's en-de pairs that are too long."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
-    the second one has token type 1. false: both sentences have token type 0. Both also have token type 0 if the model
-    or the tokenizer has only one token type, or if a stream has language embeddings."""
+    the second one has token type 1. false: both sentences have token type 0. Both sentences also have token type 0 if
+    the model or the tokenizer has only one token type, or if a stream has language embeddings."""
     first: Count | None = None
     """The maximum number of records of each language and of each language pair. The run reads the first records, in the
     order of the --data directories and of their shards. null: no limit."""
@@ -157,7 +157,7 @@ class TrainConfig:
     max_tokens: Count | None = None
     """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many as its memory
     holds, up to 65,536; on a CPU, 8,192. A change of `max_tokens` changes only the random masks of dropout and the
-    rounding. More tokens per pass are faster."""
+    rounding. With more tokens per pass, the run is faster."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
     has none. If the ds_config sets its 16-bit precision to "auto", and the hardware does not support this precision,
@@ -190,8 +190,9 @@ class TrainConfig:
             )
         if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
             raise ValueError(
-                f"decay: {self.decay:g} and warmup: {self.warmup:g} are together more than the {self.steps} steps "
-                "of the run. Lower train.decay or train.warmup, or raise train.steps"
+                f"decay: the decay has {self.whole_steps(self.decay)} steps and the warm-up has "
+                f"{self.whole_steps(self.warmup)} steps, together more than the {self.steps} steps of the run. Lower "
+                "train.decay or train.warmup, or raise train.steps"
             )
         return self
 
@@ -432,7 +433,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except ValueError as error:
-        raise UserError(f"{path} is not YAML ({error}). Correct the file") from None
+        raise UserError(f"{path} cannot be read as YAML ({error}). Correct the file") from None
     except OSError as error:
         raise UserError(
             f"recipe {name!r} not found ({path}: {error.strerror}). Use a recipe of xscale "
@@ -582,8 +583,8 @@ def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int
         end = round(until * steps)
     if end < begin:
         problems.append(
-            f"until: {until!r} must be the last step of the phase (a whole number, at least {begin}) or a share of "
-            "the run's steps (a decimal number such as 0.8; 1.0 is the end of the run)"
+            f"until: {until!r} must be the last step of the phase, step {begin} or later. Write a whole number for the "
+            "step, or a decimal number, such as 0.8, for a share of the run's steps (1.0 is the end of the run)"
         )
     return end
 

@@ -59,8 +59,8 @@ class Record(NamedTuple):
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(
-                    f"record {key!r} has {text!r:.60} in langs or texts, where only strings that are not blank are "
-                    "allowed"
+                    f"record {key!r} has {text!r:.60} in langs or texts. Each item of langs and texts must be a string "
+                    "that is not blank"
                 )
         links = fields.get("links")
         doc = fields.get("doc")
@@ -70,7 +70,7 @@ class Record(NamedTuple):
                 "'0-0 1-2', and doc must be a string or a whole number"
             )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
-            raise ValueError(f"record {key!r}: the key has an unpaired surrogate, which UTF-8 cannot encode")
+            raise ValueError(f"record {key!r}: UTF-8 cannot encode the key, because of an unpaired surrogate in it")
         return cls(str(key), langs, texts, links, doc)
 
 
@@ -159,8 +159,8 @@ def record_of_members(
         texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\r\n")
     if not texts:
         raise ValueError(
-            f"sample {key!r} has no text. A sample needs the tar member KEY.json, members KEY.LANG.txt, or a "
-            "member KEY.txt whose language is set by `xscale data index --langs LANG` or by `mono: LANG` in "
+            f"sample {key!r} has no text. A sample needs a tar member KEY.json, KEY.txt, or KEY.LANG.txt for each "
+            "language. For KEY.txt, set the language by `xscale data index --langs LANG` or by `mono: LANG` in "
             "corpus.yaml"
         )
     links = members["links.txt"].decode().strip() if "links.txt" in members else None

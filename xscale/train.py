@@ -77,8 +77,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume",
         default="auto",
         help=(
-            "auto: continue from the newest undamaged checkpoint in --out, if there is one; never: start a new "
-            "run; or the folder of a checkpoint or run (default: auto)"
+            "auto: continue from the newest undamaged checkpoint in --out, if there is one; never: start a new run; "
+            "DIR: continue from the checkpoint DIR, or from the newest checkpoint of the run DIR (default: auto)"
         ),
     )
     parser.add_argument(
@@ -106,8 +106,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):
         parser.error(
-            f"--ranks needs --dry_run and a number from 1 to {MOST_RANKS:,}. For a training, set the number of "
-            "ranks by the launcher, such as deepspeed --num_gpus"
+            f"--ranks needs --dry_run and a number from 1 to {MOST_RANKS:,}. To train on several ranks, use a "
+            "launcher, such as deepspeed --num_gpus N"
         )
     if args.fork and args.resume != "auto":
         parser.error(

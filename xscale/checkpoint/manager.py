@@ -192,7 +192,6 @@ def check_types(folder: Path, written: WrittenFiles) -> None:
         if foreign:
             files.remove(folder)
             raise UserError(
-                f"the checkpoint's file {name} has the Python types {', '.join(foreign)}, which xscale does not "
-                "know and would refuse to load. Install the version of DeepSpeed that constraints.txt in the "
-                "repository of xscale names"
+                f"the new checkpoint's file {name} has the Python types {', '.join(foreign)}, which xscale does not "
+                "load. Install the version of DeepSpeed in the file constraints.txt of the xscale repository"
             )

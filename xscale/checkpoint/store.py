@@ -134,7 +134,7 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
         return f"does not have the SHA-256 that {MANIFEST} lists"
     foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"has {', '.join(foreign)}. xscale never writes such content, because loading the content may run code"
+        return f"has {', '.join(foreign)}, which xscale does not load, because loading may run code"
     return None
 
 
@@ -152,7 +152,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError(f"its content was changed: the SHA-256 is not the one in its key {OWN_HASH}")
+            raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key {OWN_HASH}")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
@@ -160,8 +160,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
             if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
                 raise ValueError(
-                    f"another version of xscale wrote the checkpoint, with the key {key}. Continue the run with that "
-                    "version, or export the model with that version and set model.init to the export"
+                    f"the key {key} shows that another version of xscale wrote the checkpoint. Continue the run with "
+                    "that version, or export the model with that version and set model.init to the export"
                 )
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:

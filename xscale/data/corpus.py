@@ -206,8 +206,8 @@ def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[So
             raise UserError(
                 f"streams.{stream} needs word links, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs in "
                 f"{source.directory} have no links. Write these shards again by `xscale data write_shards pairs ... "
-                "--align` (or `--links FILE`), or by `xscale data prepare` with `align: true` and `shards: "
-                f"{source.directory}` as a source in corpus.yaml"
+                "--align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` and "
+                f"the source `shards: {source.directory}`"
             )
         source.check_links()
     return with_links

@@ -67,9 +67,9 @@ class Lexicon:
     def summary(self) -> str:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
         return (
-            f"dictionary {self.path}: {len(self.words):,} entries, of which {len(self.single_token_pairs()):,} "
-            f"have two words of one token each; {self.unknown:,} more entries are left out, because they have "
-            "unknown tokens"
+            f"dictionary {self.path}: {len(self.words):,} entries; in {len(self.single_token_pairs()):,} of the "
+            f"entries, each word is a single token; {self.unknown:,} further entries are left out, because they have "
+            "tokens that the tokenizer does not know"
         )
 
     def single_token_pairs(self) -> np.ndarray:
@@ -166,7 +166,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     if not words:
         raise UserError(
             f"{path}: every entry of the dictionary has tokens that the tokenizer does not know. Use a tokenizer "
-            "for the languages of the dictionary, or move the dictionary to another folder"
+            "for the languages of the dictionary, or remove the dictionary from data.lexicons or the folder lexicon/"
         )
     content = "\n".join(map("\t".join, file_entries))
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -40,7 +40,10 @@ def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
             return parsed
     else:
         wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
-    raise ValueError(f"the word link {wrong[0]!r} does not fit sentences of {sizes[0]} and {sizes[1]} words")
+    raise ValueError(
+        f"the word link {wrong[0]!r} must be i-j, with i below {sizes[0]} and j below {sizes[1]}, the numbers of words "
+        "of the two sentences"
+    )
 
 
 def format_pharaoh(links: list[Link]) -> str:
@@ -112,7 +115,7 @@ def character_places(text: str, tokenised: str) -> list[list[int]]:
                 place_of[block.b + k] = visible[block.a + k]
     if 2 * len(place_of) < len(token_characters):
         raise ValueError(
-            f"the tokenised text {tokenised[:60]!r} does not have the characters of the text {text[:60]!r}"
+            f"less than half of the characters of the tokenised text {tokenised[:60]!r} are in the text {text[:60]!r}"
         )
     places_of_tokens = list[list[int]]()
     character_number = 0

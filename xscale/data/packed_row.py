@@ -166,7 +166,10 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
             counts[count_key(stream, name)] = count
         counts |= part.pair_counts
         for term, group_of_target in part.group_of_target.items():
-            assert len(group_of_target) == part.target_counts[term], f"streams.{stream}: group_of_target of {term}"
+            assert len(group_of_target) == part.target_counts[term], (
+                f"streams.{stream}: collate returned group_of_target[{term!r}] with {len(group_of_target)} items, but "
+                f"target_counts has {part.target_counts[term]}"
+            )
             groups[loss_key(stream, term)] = LanguageGroups(group_of_target, part.language_groups)
             targets_of_groups = np.bincount(group_of_target, minlength=len(part.language_groups)).tolist()
             for language, targets in zip(part.language_groups, targets_of_groups, strict=False):  # the last is no group

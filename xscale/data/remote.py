@@ -91,8 +91,8 @@ def open_remote(url: str, cache: Path) -> Remote:
         index = try_repeatedly(f"{url}/index.json", lambda file_system, path: file_system.cat_file(path))
     except FileNotFoundError:
         raise UserError(
-            f"--data {redact(url)}: there is no index.json at this URL. Write the URL of each folder of shards, and "
-            "copy each folder to the server with all its files"
+            f"--data {redact(url)}: there is no index.json at this URL. Pass the URLs of folders of shards to --data, "
+            "and copy all files of these folders to the server"
         ) from None
     remote = Remote(url, cache / f"{url.rpartition('/')[2]}-{hashlib.sha256(index).hexdigest()[:16]}")
     remote.folder.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,7 @@ def word_numbers_of_tokens(sequences: list[list[Segment]], segment_starts: np.nd
     for sequence in sequences:
         first_word = 0
         for example, side in sequence:
-            assert example.words is not None, "all examples of a batch must have the numbers of their words, or none"
+            assert example.words is not None, "Tokenizer.encode_words must encode all examples of a batch, or none"
             words = example.words[side]
             numbers.append(np.where(words.word_of_token < 0, -1, words.word_of_token + first_word))
             lengths.append(len(words.word_of_token))

@@ -141,10 +141,9 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links were made with the word boundaries {self.segmentation}, and "
-                f"this version of xscale knows only the word boundaries of version {words.VERSION} and older. Use a "
-                "newer version of xscale, or write the shards again from the text: `xscale data write_shards pairs "
-                "... --align` (or `--links FILE`)"
+                f"{self.directory}: the word links number words by the rules {self.segmentation}, and this version of "
+                f"xscale knows only version {words.VERSION} and older of these rules. Use a newer xscale, or write the "
+                "shards again from the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -229,11 +228,10 @@ class Source:
             if file.entries_fit_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
         raise UserError(
-            f"{self.directory}/{idx_name} is missing or damaged, or belongs to another shard: its checksum differs "
-            "from the index.json that the run read at its start. If the shards were replaced during the run, "
-            "restore the old shards. If --data is a folder, copy the file again, or run `xscale data index "
-            f"{self.directory}`. If --data is a URL, remove {self.directory}; the next start downloads the shards "
-            "again"
+            f"{self.directory}/{idx_name} is missing, or does not have the checksum in the index.json that the run "
+            "read at its start. If the shards were replaced during the run, restore the old shards. If --data is a "
+            f"folder, copy the file again, or run `xscale data index {self.directory}`. If --data is a URL, remove "
+            f"{self.directory}; the next start downloads the shards again"
         )
 
     def _fetch_entries(self, remote: Remote) -> None:
@@ -433,36 +431,39 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
-            raise ValueError(f"the field {name} has the value {index[name]!r} instead of a {kind.__name__}")
+            raise ValueError(f"the field {name} is {index[name]!r}, and must be of type {kind.__name__}")
     check_language_names(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
         raise ValueError(
-            f"kind {index['kind']!r} does not fit langs {index['langs']}. The kind must be pair for two languages, "
-            "and mono for one language"
+            f"the field kind is {index['kind']!r}, and the field langs is {index['langs']}. The kind must be pair "
+            "for two languages, and mono for one language"
         )
     if index["layout"] not in LAYOUTS:
-        raise ValueError(f"layout {index['layout']!r} is unknown; the layouts are {', '.join(LAYOUTS)}")
+        raise ValueError(f"the field layout is {index['layout']!r}, and must be {' or '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"segmentation {index['segmentation']!r} must be a JSON object")
+        raise ValueError(f"the field segmentation is {index['segmentation']!r}, and must be a JSON object")
     if type(index.get("linked", 0)) is not int:
-        raise ValueError(f"linked {index['linked']!r} is not a whole number")
+        raise ValueError(f"the field linked is {index['linked']!r}, and must be a whole number")
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(
-                f"shard {name!r}: records {records!r}, bytes {size!r} and idx_crc32 {crc!r} must be integers, and "
-                "records must be above 0"
+                f"shard {name!r} has records {records!r}, bytes {size!r} and idx_crc32 {crc!r}. All three must be "
+                "whole numbers; records must be 1 or more, and bytes 0 or more"
             )
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(
-                f"shard {name!r}: the name must be the name of a tar file, and sha256 {sha256!r} must be a string"
+                f"shard {name!r} has sha256 {sha256!r}. The name must be that of a tar file, and the sha256 a string"
             )
     for name, times in Counter(shard.name for shard in shards).items():
         if times > 1:
             raise ValueError(f"the shard name {name!r} occurs {times} times")
     total = sum(shard.records for shard in shards)
     if not shards or index["records"] != total:
-        raise ValueError(f"records {index['records']} is not the sum of the shards' records, {total}")
+        raise ValueError(
+            f"the field records is {index['records']}, and the shards have {total} records. The numbers must be equal, "
+            "and 1 or more"
+        )
     return shards
 
 

@@ -37,8 +37,8 @@ def import_objective(name: str) -> Objective:
     objective = getattr(module, attribute, None)
     if not isinstance(objective, Objective) or not is_dataclass(objective.options):
         raise UserError(
-            f"{name} is not an instance of Objective (xscale/objectives/base.py) with a dataclass as `options`. "
-            "Write MODULE:NAME, where NAME is an instance of Objective"
+            f"{name} must be an instance of Objective (xscale/objectives/base.py) whose `options` are a dataclass. "
+            "Write MODULE:NAME, or correct the options"
         )
     if objective.record_kind not in ("mono", "pair"):
         raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')

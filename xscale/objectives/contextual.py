@@ -118,9 +118,9 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
     sides = [side for side, lang in enumerate(pair.langs) if are_names_of_same_language(lang, anchor)]
     if not sides:
         raise UserError(
-            f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, and no text in the anchor language "
-            f"{anchor!r} of a stream with the objective contextual. Change the field `anchor` of the stream, or set "
-            f"the field `languages` of the stream to pairs with {anchor!r}"
+            f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, but a stream with the objective "
+            f"contextual needs pairs with its anchor language {anchor!r}. Change the field `anchor` of the stream, or "
+            f"set the field `languages` of the stream to pairs with {anchor!r}"
         )
     return sides[0]
 

@@ -56,8 +56,8 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
             unlinked.append(corpus.sources[number].directory.name)
     if unlinked:
         lines.append(
-            f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, because these shards have no word "
-            "links"
+            f"streams.{stream.name} does not read the folders {', '.join(sorted(unlinked))}, because their shards "
+            "have no word links"
         )
     return lines
 
@@ -95,8 +95,8 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
         if unlisted:
             lines.append(
                 f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
-                f"{unlisted[0]}, because index.json does not list them. After `xscale data index {source.directory}`, "
-                "a new run reads them, but a run that has begun can then continue only by --fork"
+                f"{unlisted[0]}, because index.json does not list these files. `xscale data index {source.directory}` "
+                "adds the files to index.json. After that, continue this run by --fork, or begin a new run"
             )
     return lines
 

@@ -56,7 +56,8 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     is_run = saved is not None or (out / STATUS).exists()
     if not is_run and any(next(out.glob(name), None) for name in FOREIGN):
         raise DirectoryTaken(
-            f"--out {out} has files, but none of an xscale run (no {STATUS}, no checkpoint). Choose another --out"
+            f"--out {out} has files, but is not a run of xscale, because {STATUS} and checkpoints are missing. Choose "
+            "another --out"
         )
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):

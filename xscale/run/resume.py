@@ -105,7 +105,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
     if checkpoint := checkpoints.find_newest_valid(path, host_group):
         return checkpoint
     if resume != "auto":
-        raise UserError(f"--resume {resume} has no complete checkpoint. Use a checkpoint, or a run with a checkpoint")
+        raise UserError(f"--resume {resume} has no undamaged checkpoint. Use a checkpoint, or a run with a checkpoint")
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
@@ -205,8 +205,8 @@ def find_fork_checkpoint(fork: str) -> Path:
     if path not in complete:
         steps = [str(checkpoints.step_from_name(other)) for other in complete]
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. Use one of the steps with a complete "
-            f"checkpoint: {', '.join(steps) or 'there is none'}"
+            f"--fork {fork}: there is no complete checkpoint {path}. Use a step with a complete checkpoint (steps of "
+            f"the run: {', '.join(steps) or 'none'})"
         )
     return path
 
@@ -270,7 +270,7 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
             position_of = {}
             sources_at_start.pop(stream.name, None)
         positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
-    LOG.info(f"--data differs from the data of {checkpoint.path}. New folders of shards begin with their first epoch")
+    LOG.info(f"--data differs from the data of {checkpoint.path}. New folders of shards are read from their beginning")
     return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 
@@ -278,9 +278,9 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if recipe.data.first:
         raise UserError(
-            "--fork: the recipe sets data.first, the maximum number of records of each language over all --data, "
-            "so other data would change which records of the old data are read. Use the same --data, or start a "
-            f"new run from the weights by --set model.init={checkpoint.path}"
+            "--fork: a recipe that sets data.first needs the same --data as the original run, because data.first "
+            "limits the number of records over all --data. Use the same --data, or start a new run from the weights "
+            f"by --set model.init={checkpoint.path}"
         )
     if not recipe.any_stream_sets("language_embeddings"):
         return

@@ -38,7 +38,7 @@ KEYS = {
 }
 """Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
 UNSUPPORTED = {
-    "parameter_alignment": "xscale aligns the weights itself. Remove the key",
+    "parameter_alignment": "xscale itself aligns the weights in memory. Remove the key",
     "round_robin_gradients": "xscale cannot save correct checkpoints with this key. Remove the key",
     "zenflow": "xscale updates all weights in each step. Remove the key",
 }
@@ -214,7 +214,7 @@ def resolve_ds_config(
             field = f"{precision}.enabled of --ds_config {path}"
         raise UserError(
             f"{field} asks for {precision}, which this {hardware.device} device does not support. Set {field} to "
-            f'"auto", so that the run trains in a precision of the device, or use a device with {precision}'
+            '"auto", so that the run trains in a precision that the device supports, or use another device'
         )
     if precision != "fp32" and zero_stage(resolved) == 0:
         raise UserError(
@@ -294,7 +294,10 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
             fields["train.lr of a phase"] = phase.fields["train.lr"]
     for field, value in fields.items():
         if value is not None:
-            problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's {field} = {value}")
+            problems.append(
+                f"scheduler = {scheduler['type']} contradicts the recipe's {field} = {value}. Remove the "
+                f"scheduler from the file, or {field} from the recipe"
+            )
 
 
 def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]) -> str:
@@ -328,4 +331,4 @@ def check_by_deepspeed(resolved: dict[str, Any], path: Path) -> None:
         deepspeed.DeepSpeedConfig(config)
     except Exception as error:  # the error may be of any type
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"--ds_config {path}: DeepSpeed refuses the configuration: {reason}") from None
+        raise UserError(f"--ds_config {path}: DeepSpeed refuses this file ({reason}). Correct the file") from None

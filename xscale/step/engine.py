@@ -58,8 +58,8 @@ def check_stage_3(module: nn.Module, stage: int) -> None:
     for name in module.streams:
         if name in module.auxiliary_states or name in module.streams_with_vectors():
             raise UserError(
-                f"streams.{name} needs whole weights, for a momentum encoder or to compare the samples of a step, "
-                "and ZeRO stage 3 divides each weight among the ranks. Use a ds_config of stage 2 or lower"
+                f"streams.{name}: the objective needs whole weights, but ZeRO stage 3 divides each weight among the "
+                "ranks. Use a ds_config of stage 2 or lower"
             )
 
 
