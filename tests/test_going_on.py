@@ -468,7 +468,7 @@ def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], dem
     (of_cut,) = retrieval.evaluate(cut, texts, source.langs).values()
     assert of_whole == of_cut
     card = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert card.data.pipeline_tag == "feature-extraction" and "its first 1 layers" in card.text
+    assert card.data.pipeline_tag == "feature-extraction" and "the first 1 layers of the encoder" in card.text
     with pytest.raises(UserError, match=r"--layers 3: the model has 2 layers"):
         export.export(ended[1], tmp_path / "other", layers=3)
 
