@@ -21,7 +21,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from xscale import files
+from xscale import __version__, files
 from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
@@ -116,9 +116,10 @@ def check_lexicons(corpus: Corpus) -> None:
 
 
 def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
-    """Write a stamp of the input to the work folder: corpus.yaml, and each input file's size and modification time.
-    Raise UserError if the input has changed since the first task was done."""
-    stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
+    """Write a stamp to the work folder: xscale's version, because another version may write other files; corpus.yaml;
+    and each input file's size and modification time. Raise UserError if they have changed since the first task was
+    done."""
+    stamp: list[Any] = [__version__, plan.corpus.model_dump(mode="json")]
     paths = list(plan.corpus.lexicons)
     if isinstance(plan.corpus.tokenizer, str):
         paths.append(plan.corpus.tokenizer)
@@ -129,12 +130,12 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
             stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
-        print(f"{folder} has finished tasks of an earlier start. These tasks are not repeated", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(
-                "corpus.yaml or a file that corpus.yaml lists has changed since the command was first started, "
-                f"and the old work is in {folder}. Remove {folder} to begin again"
+                "the version of xscale, corpus.yaml or a file that corpus.yaml lists has changed since the command was "
+                f"first started, and the old work is in {folder}. Remove {folder} to begin again"
             )
+        print(f"{folder} has finished tasks of an earlier start. These tasks are not repeated", file=sys.stderr)
     steps.write_json(path, stamp)
 
 

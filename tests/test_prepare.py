@@ -830,8 +830,10 @@ def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str
     assert not (tmp_path / "out").exists()
 
 
-def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]) -> None:
-    """A folder goes on for the same corpus.yaml and the same input only, and for one process at a time."""
+def test_another_corpus_or_run_is_refused(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder goes on for the same corpus.yaml, input and xscale only, and for one process at a time."""
     _, tree = raw
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
@@ -844,8 +846,11 @@ def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     for other in ({"sources": [tree["sources"][0] | {"first": 6}]}, tree | {"heldout": {"pairs": 1}}):
-        with pytest.raises(UserError, match=r"^corpus\.yaml .*changed .*out\.incomplete\. Remove \S*out\.incomplete"):
+        with pytest.raises(UserError, match=r"corpus\.yaml .*changed .*out\.incomplete\. Remove \S*out\.incomplete"):
             run(tmp_path, other)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"version of xscale.* changed .*Remove \S*out"):
+        patch.setattr(prepare, "__version__", "9.9.9")  # which may write other files
+        run(tmp_path, tree)
     (tmp_path / "tokenizer").mkdir()
     with_tokenizer = load_corpus(written(tmp_path, tree | {"tokenizer": str(tmp_path / "tokenizer")}))
     (folder / "stamp.json").unlink()
