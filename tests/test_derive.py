@@ -213,6 +213,22 @@ def test_text_tags_and_entities_of_a_sentence_have_one_french_order(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("2-3", "2-", "line 4: '2-' .*2-3"),
+        ("2-3", "2-x", "line 4: '2-x' .*2-3"),
+        ("6\tbig", "7\tbig", "line 9: '7' must be 6"),
+        ("PRON\t_\t_\t4", "PRON\t_\t_\t²", "line 1: the head of 'She' is '²'"),
+        ("PRON\t_\t_\t4", "PRON\t_\t4", "line 3 has 9 columns"),
+    ],
+)
+def test_a_malformed_parse_is_an_error(old: str, new: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "a.conllu").write_text(PARSED.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"a\.conllu: {error}"):
+        run("conllu", "syn", tmp_path / "a.conllu", tmp_path / "b.conllu")
+
+
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         (["text", "--how", "trans"], "--tokenizer DIR"),

@@ -106,6 +106,11 @@ def read_sentences(path: Path) -> Iterator[Sentence]:
             expected = word_count + 1
             if start != str(expected):
                 raise UserError(f"{path}: line {number}: {start!r} must be {expected}, the number of the next word")
+            if dash and not end.isdecimal():
+                raise UserError(
+                    f"{path}: line {number}: {row[Column.ID]!r} must be the numbers of the first and the last word "
+                    f"of a multiword token, such as {expected}-{expected + 1}. Correct the line"
+                )
             if dash:
                 end_of_token = int(end)
             else:

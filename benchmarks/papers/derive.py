@@ -159,7 +159,7 @@ class Derivation:
         words = sentence.words()
         for _, row in words:
             head = row[Column.HEAD]
-            if not head.isdigit() or int(head) > len(words):
+            if not head.isdecimal() or int(head) > len(words):
                 raise UserError(f"{sentence.place}: the head of {row[Column.FORM]!r} is {head!r}, not a word's number")
         order = french_order([row for _, row in words], self.seed)
         return [*dict.fromkeys(words[number][0] for number in order)]
