@@ -14,7 +14,7 @@ from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
 from xscale.run.folder import identity_differences
-from xscale.run.synchronizer import GlobalCounts, check_targets
+from xscale.run.synchronizer import AgreedStep, check_targets
 
 STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"
 
@@ -324,7 +324,8 @@ def test_a_step_without_targets_is_an_error() -> None:
     """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
     recipe = load("mlm", "data.max_length=16")
     none = {count_key("mlm", "mlm"): 0, MetricKey("too_long", "mlm"): 64}
-    nothing = GlobalCounts(none, {}, samples=0, flush=0)
+    batch: Any = None
+    nothing = AgreedStep(batch, none, {}, samples=0, flush=0, vector_counts={})
     with pytest.raises(
         UserError,
         match=r"step 7 has no tokens to predict; 64 of its pairs are longer than data.max_length 16.*truncate",

@@ -90,38 +90,37 @@ class Trainer:
             started = time.monotonic()
             number = self.done + 1
             self.context.watch.begin_step(number)
-            step = self.synchronizer.next_step(batches)
-            if step is None:
+            agreed = self.synchronizer.next_step(batches)
+            if agreed is None:
                 self.save(must_succeed=True)
                 LOG.info(
                     f"the run has stopped after step {self.done} (reason: {self.context.stop.why}). Start the same "
                     "command again to continue the run"
                 )
                 return STOPPED
-            check_targets(step.counts, number, self.recipe.at(self.done))
+            check_targets(agreed, number, self.recipe.at(self.done))
             self.context.watch.note(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
-                self.metrics.add_excluded(number, step.counts.samples, step.counts.cost["tokens"])
+                self.metrics.add_excluded(number, agreed.samples, agreed.cost["tokens"])
                 count_skipped_step(self.engine)
             else:
-                self.metrics.unreported.append(self.train_step(step, started))
+                self.metrics.unreported.append(self.train_step(agreed, started))
             self.done = number
-            self.positions = step.batch.state
+            self.positions = agreed.batch.state
             self.context.stop.arm_time_limit()
             self.context.status.note_step(number)
-            self.metrics.after_step(number, step.batch, flush=step.counts.flush > 0)
+            self.metrics.after_step(number, agreed.batch, flush=agreed.flush > 0)
             is_best = self.evaluations.after_step(number)
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:
                 self.save(must_succeed=number == steps)
         LOG.info(f"done: {steps} steps of the run in {self.context.out}")
         return DONE
 
-    def train_step(self, step: AgreedStep, started: float) -> UnreportedStep:
+    def train_step(self, agreed: AgreedStep, started: float) -> UnreportedStep:
         """Do one optimizer step. Returns its numbers; some are still on the device. started: the time at which the step
         began."""
         engine = self.engine
         number = self.done + 1
-        counts = step.counts
         skipped = engine.skipped_steps
         every = self.recipe.train.measure_every
         # The first step measures, too, so that a lack of memory shows at once.
@@ -130,23 +129,23 @@ class Trainer:
             result = optimizer_step(
                 engine,
                 self.recipe,
-                step.batch.rows,
-                counts.targets,
+                agreed.batch.rows,
+                agreed.targets,
                 step=self.done,
                 rank=self.context.process.rank,
                 world=self.context.process.world,
                 measure=measure and keeps_whole_weights(engine),
-                vector_counts=counts.auxiliary,
+                vector_counts=agreed.vector_counts,
             )
         except NotFinite as error:  # all ranks raise it under fp16
-            self.metrics.raise_no_smaller_scale(number, error, step.batch)
+            self.metrics.raise_no_smaller_scale(number, error, agreed.batch)
         numbers: dict[str, Any] = {
             "grad_norm": engine.get_global_grad_norm(),
             "lr": result.lr,
             "skipped": engine.skipped_steps - skipped,
-            "tokens": counts.cost["tokens"],
-            "samples": counts.samples,
-            "too_long": counts.too_long_pairs(),
+            "tokens": agreed.cost["tokens"],
+            "samples": agreed.samples,
+            "too_long": agreed.too_long_pairs(),
             "data_wait_s": self.synchronizer.read_s,
         }
         if engine.fp16_enabled():
@@ -155,11 +154,11 @@ class Trainer:
         if measure:
             numbers |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.metrics(counts.cost, seconds, self.context.process.world)
+        numbers |= self.flops.metrics(agreed.cost, seconds, self.context.process.world)
         numbers["step_s"] = seconds
-        numbers["tokens_per_s"] = counts.cost["tokens"] / seconds
-        numbers["samples_per_s"] = counts.samples / seconds
-        return UnreportedStep(step.batch, result, counts.targets, numbers)
+        numbers["tokens_per_s"] = agreed.cost["tokens"] / seconds
+        numbers["samples_per_s"] = agreed.samples / seconds
+        return UnreportedStep(agreed.batch, result, agreed.targets, numbers)
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""

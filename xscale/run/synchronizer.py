@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xscale.data.loader import StepBatch
 from xscale.errors import DirectoryTaken, MachineError, UserError
@@ -34,9 +34,11 @@ def steps_ahead(world: int) -> int:
     return 2 + world // RANKS_OF_A_STEP
 
 
-class GlobalCounts(NamedTuple):
-    """The numbers of a step. A rank's message has the numbers of this rank; later they are summed over ranks."""
+class AgreedStep(NamedTuple):
+    """A step that all ranks begin. All numbers but those of `batch` are summed over ranks."""
 
+    batch: StepBatch
+    """This rank's part of the step."""
     targets: Counts
     """The step's counts without a language in their key, see Row.counts."""
     cost: dict[str, int]
@@ -44,33 +46,12 @@ class GlobalCounts(NamedTuple):
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
-    auxiliary: Mapping[str, list[int]] = {}
+    vector_counts: Mapping[str, list[int]]
     """Stream -> the number of vectors that each rank computes for the auxiliary state."""
 
     def too_long_pairs(self) -> int:
         """Return the number of pairs longer than data.max_length."""
         return sum(count for key, count in self.targets.items() if key.name == "too_long")
-
-
-class AnnouncedStep(NamedTuple):
-    """A step whose message this rank has sent."""
-
-    batch: StepBatch | None
-    """This rank's part of the step; None if the rank could not read it."""
-    form: TreeSpec | None
-    """The form of GlobalCounts in the message."""
-    wait_for_sums: Callable[[], list[int]]
-    """Returns the sums of the message over ranks: how many ranks have failed, how many were asked to stop, and the
-    numbers of GlobalCounts."""
-
-
-class AgreedStep(NamedTuple):
-    """A step that all ranks begin."""
-
-    batch: StepBatch
-    """This rank's part of the step."""
-    counts: GlobalCounts
-    """The numbers of the step, summed over ranks."""
 
 
 class StepSynchronizer:
@@ -87,8 +68,8 @@ class StepSynchronizer:
         """The seconds for which the last call of `next_step` waited for records."""
         self.length = 0
         """The length of a message; 0 before the first one."""
-        self.pending: deque[AnnouncedStep] = deque()
-        """The steps that are announced and have not begun."""
+        self.pending: deque[Callable[[], AgreedStep | None]] = deque()
+        """For each step that is announced and has not begun, the function that `_announce` has returned."""
         self.error: Exception | None = None
         """The error after which this rank reads no more records."""
 
@@ -100,15 +81,9 @@ class StepSynchronizer:
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._announce(self._read(batches)))
-        step = self.pending.popleft()
+        agree = self.pending.popleft()
         self.context.watch.note(f"waiting for the other ranks to begin step {self.announced - len(self.pending)}")
-        failed, stopped, *numbers = step.wait_for_sums()
-        if failed:
-            end_all_ranks(self.error, self.context.host_group, self.metrics)
-        if stopped:
-            return None
-        assert step.batch and step.form
-        return AgreedStep(step.batch, tree_unflatten(numbers, step.form))
+        return agree()
 
     def _read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         """Read this rank's part of the next step. Return None after an error."""
@@ -128,31 +103,44 @@ class StepSynchronizer:
         self.read_s += time.monotonic() - started
         return batch
 
-    def _announce(self, batch: StepBatch | None) -> AnnouncedStep:
-        """Send this rank's message about a step. batch: this rank's part of the step; None: it could not be read."""
-        host_group = self.context.host_group
+    def _announce(self, batch: StepBatch | None) -> Callable[[], AgreedStep | None]:
+        """Send this rank's message about a step. Return a function that waits for the messages of all ranks and returns
+        the result of `next_step`. batch: this rank's part of the step; None: it could not be read."""
+        form = None
         if batch is None:
-            return AnnouncedStep(None, None, host_group.begin_sum([1, *[0] * (self.length - 1)]))
-        auxiliary = dict[str, list[int]]()
-        for stream, vectors in batch.auxiliary_vector_counts().items():
-            auxiliary[stream] = [0] * self.context.process.world
-            auxiliary[stream][self.context.process.rank] = vectors
-        flush = self.context.process.is_main and self.metrics.wants_flush()
-        counts = GlobalCounts(
-            batch.counts_without_languages(), batch.cost(), batch.sample_count(), int(flush), auxiliary
-        )
-        numbers, form = tree_flatten(counts)
-        self.length = 2 + len(numbers)
-        return AnnouncedStep(batch, form, host_group.begin_sum([0, int(bool(self.context.stop)), *numbers]))
+            message = [1, *[0] * (self.length - 1)]
+        else:
+            vector_counts = dict[str, list[int]]()
+            for stream, count in batch.auxiliary_vector_counts().items():
+                vector_counts[stream] = [0] * self.context.process.world
+                vector_counts[stream][self.context.process.rank] = count
+            flush = int(self.context.process.is_main and self.metrics.wants_flush())
+            # These are the fields of AgreedStep, except `batch`.
+            fields = [batch.counts_without_languages(), batch.cost(), batch.sample_count(), flush, vector_counts]
+            numbers, form = tree_flatten(fields)
+            message = [0, int(bool(self.context.stop)), *numbers]
+            self.length = len(message)
+        wait_for_sums = self.context.host_group.begin_sum(message)
+
+        def agree() -> AgreedStep | None:
+            failed, stopped, *sums = wait_for_sums()
+            if failed:
+                end_all_ranks(self.error, self.context.host_group, self.metrics)
+            if stopped:
+                return None
+            assert batch and form
+            return AgreedStep(batch, *tree_unflatten(sums, form))
+
+        return agree
 
 
-def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
+def check_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
     """Raise UserError on all ranks if a step has no targets."""
-    if any(count for key, count in counts.targets.items() if key.name == "count"):
+    if any(count for key, count in agreed.targets.items() if key.name == "count"):
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no tokens to predict; {counts.too_long_pairs():,} of its pairs are longer than "
+        f"step {step} has no tokens to predict; {agreed.too_long_pairs():,} of its pairs are longer than "
         f"data.max_length {data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, "
         "data.overlong=truncate, or more samples per step"
     )
