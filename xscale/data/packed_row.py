@@ -41,14 +41,6 @@ class Tokens(NamedTuple):
     """Length of the longest sequence."""
 
 
-class LanguageGroups(NamedTuple):
-    """The language or pair of each target of a term."""
-
-    group_of_target: Any
-    """Index in `languages` of each target's language or pair [T], int64; len(languages) if it is none of them."""
-    languages: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Row:
     """A packed row."""
@@ -66,8 +58,11 @@ class Row:
     """Labels of all predictions [M], int64."""
     label_counts: Counts = field(default_factory=dict)
     """Number of predictions by `loss_key`, in the order of `labels`."""
-    language_groups: dict[MetricKey, LanguageGroups] = field(default_factory=dict)
-    """The languages of the targets of a term, by `loss_key`; only of terms that are reported by language."""
+    language_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The languages and pairs whose losses are reported separately, by stream."""
+    group_of_target: dict[MetricKey, Any] = field(default_factory=dict)
+    """Index of each target's language or pair in the stream's `language_groups`, or their number if it is none of them
+    [T], int64. By `loss_key`; only of terms that are reported by language."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
@@ -113,11 +108,11 @@ class Row:
             self.gather,
             self.transposed,
             self.labels,
-            self.language_groups,
+            self.group_of_target,
             self.arrays,
         )
         on_device = tree_map_only(np.ndarray, partial(copy_to_device, device=device), on_host)
-        tokens, places, gather, transposed, labels, language_groups, stream_arrays = on_device
+        tokens, places, gather, transposed, labels, group_of_target, stream_arrays = on_device
         return replace(
             self,
             tokens=tokens._replace(lengths=torch.from_numpy(self.tokens.lengths)),
@@ -125,7 +120,7 @@ class Row:
             gather=gather,
             transposed=transposed,
             labels=labels,
-            language_groups=language_groups,
+            group_of_target=group_of_target,
             arrays=stream_arrays,
         )
 
@@ -142,18 +137,19 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     """Return the packed row of these stream batches. id_if_empty: a token id; a row without any token gets two tokens
     of it."""
     parts = list(stream_batches.values())
-    tokens, places = lay_out_longest_first(parts, id_if_empty)
-    states = join_gathers(parts, places)  # its columns are tokens of the row
-    tokens_read, columns_in_tokens_read = np.unique(states.columns, return_inverse=True)
-    gather = Gather(states.offsets, columns_in_tokens_read.astype(np.int32))
+    tokens, row_tokens = lay_out_longest_first(parts, id_if_empty)
+    states = join_gathers(parts, row_tokens)  # its columns are tokens of the row
+    places, place_of_column = np.unique(states.columns, return_inverse=True)
+    gather = Gather(states.offsets, place_of_column.astype(np.int32))  # its columns are indices of `places`
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
-    if not len(tokens_read):
-        tokens_read = np.zeros(1)
+    if not len(places):
+        places = np.zeros(1)
     state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
     label_counts: Counts = {}
     counts: Counts = {}
-    groups = dict[MetricKey, LanguageGroups]()
+    language_groups = dict[str, tuple[str, ...]]()
+    group_of_target = dict[MetricKey, np.ndarray]()
     arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
     keys = dict[str, list[str]]()
@@ -165,13 +161,14 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         for name, count in part.target_counts.items():
             counts[count_key(stream, name)] = count
         counts |= part.pair_counts
-        for term, group_of_target in part.group_of_target.items():
-            assert len(group_of_target) == part.target_counts[term], (
-                f"streams.{stream}: collate returned group_of_target[{term!r}] with {len(group_of_target)} items, but "
+        language_groups[stream] = part.language_groups
+        for term, groups in part.group_of_target.items():
+            assert len(groups) == part.target_counts[term], (
+                f"streams.{stream}: collate returned group_of_target[{term!r}] with {len(groups)} items, but "
                 f"target_counts has {part.target_counts[term]}"
             )
-            groups[loss_key(stream, term)] = LanguageGroups(group_of_target, part.language_groups)
-            targets_of_groups = np.bincount(group_of_target, minlength=len(part.language_groups)).tolist()
+            group_of_target[loss_key(stream, term)] = groups
+            targets_of_groups = np.bincount(groups, minlength=len(part.language_groups)).tolist()
             for language, targets in zip(part.language_groups, targets_of_groups, strict=False):  # the last is no group
                 counts[count_key(stream, term, language)] = targets
         if part.auxiliary is not None:
@@ -180,34 +177,35 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         keys[stream] = part.keys
     return Row(
         tokens=tokens,
-        places=tokens_read.astype(np.int64),
+        places=places.astype(np.int64),
         gather=gather,
-        transposed=gather.transpose(len(tokens_read)),
+        transposed=gather.transpose(len(places)),
         state_counts=state_counts,
         labels=np.concatenate(labels),
         label_counts=label_counts,
-        language_groups=groups,
+        language_groups=language_groups,
+        group_of_target=group_of_target,
         arrays=arrays,
         auxiliary=auxiliary,
         counts=counts,
         samples=sum(part.samples for part in parts),
-        cost=row_cost(parts, len(tokens_read), list(auxiliary.values())),
+        cost=row_cost(parts, len(places), list(auxiliary.values())),
         keys=keys,
     )
 
 
-def join_gathers(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
-    """Return the states of all stream batches. places: the index in the row of each token of each stream batch."""
+def join_gathers(stream_batches: Sequence[StreamBatch], row_tokens: Sequence[np.ndarray]) -> Gather:
+    """Return the states of all stream batches. row_tokens: the index in the row of each token of each stream batch."""
     gathers = list[Gather]()
-    for stream_batch, place in zip(stream_batches, places, strict=True):
+    for stream_batch, row_token in zip(stream_batches, row_tokens, strict=True):
         for states in stream_batch.states.values():
-            gathers.append(Gather(states.offsets, place[states.columns]))
+            gathers.append(Gather(states.offsets, row_token[states.columns]))
     return Gather.concat(gathers)
 
 
 def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:
-    """Return the tokens of all sequences, longest sequence first, and for each stream batch the indices of its tokens
-    in the row. A row without any token gets one sequence, twice the token `id_if_empty`."""
+    """Return the tokens of all sequences, longest sequence first, and for each stream batch the index of each of its
+    tokens in the row. A row without any token gets one sequence, twice the token `id_if_empty`."""
     ids = list[np.ndarray]()
     positions = list[np.ndarray]()
     types = list[np.ndarray]()
@@ -232,23 +230,23 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
     longest_first = np.argsort(-lengths, kind="stable")
     starts = np.empty_like(lengths)
     starts[longest_first] = np.cumsum(lengths[longest_first]) - lengths[longest_first]
-    place = np.repeat(starts, lengths) + indices_within(lengths)
+    row_token = np.repeat(starts, lengths) + indices_within(lengths)
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=concatenate_in_order(ids, place),
-        positions=concatenate_in_order(positions, place),
-        types=concatenate_in_order(types, place) if has_types else None,
+        input_ids=concatenate_in_order(ids, row_token),
+        positions=concatenate_in_order(positions, row_token),
+        types=concatenate_in_order(types, row_token) if has_types else None,
         starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    return tokens, np.split(place, ends)[:-1]
+    return tokens, np.split(row_token, ends)[:-1]
 
 
-def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
-    """Return the elements of all parts in another order, int64 [N]. place: the new index of each element [N]."""
-    row = np.empty(len(place), dtype=np.int64)
-    row[place] = np.concatenate(parts)
+def concatenate_in_order(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:
+    """Return the elements of all parts in another order, int64 [N]. new_index: the new index of each element [N]."""
+    row = np.empty(len(new_index), dtype=np.int64)
+    row[new_index] = np.concatenate(parts)
     return row
 
 

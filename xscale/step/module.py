@@ -160,10 +160,10 @@ class StepModule(nn.Module):
 def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> list[Sums]:
     """Return the sums over the targets of each language or pair, or [] if collate has not told the targets' languages.
     name: what the values are; term: the `loss_key` of the term whose targets have the values."""
-    if term not in row.language_groups:
+    if term not in row.group_of_target:
         return []
-    group_of_target, languages = row.language_groups[term]
-    sums_G = values_T.new_zeros(len(languages) + 1).index_add_(0, group_of_target, values_T)
+    languages = row.language_groups[term.stream]
+    sums_G = values_T.new_zeros(len(languages) + 1).index_add_(0, row.group_of_target[term], values_T)
     keys = [MetricKey(name, term.stream, term.term, language) for language in languages]
     return [Sums(keys, sums_G[:-1])]
 
