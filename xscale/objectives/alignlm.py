@@ -87,22 +87,22 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked = stream_batch.states["masked"]
     word_links = links.parse_links(pairs)
-    tokens = links.word_tokens(pairs, layout, sequences, word_links.first, options.expand)
-    A = links.token_links(word_links.links, tokens)
-    # `linked` has the indices, among the masked tokens, of those with links.
-    linked, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
+    tokens_of_words = links.word_tokens(pairs, layout, sequences, word_links.first, options.expand)
+    A = links.token_links(word_links.links, tokens_of_words)
+    # linked_R: indices in masked.columns of the tokens with links. partners: the tokens to which these are linked.
+    linked_R, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]
     group_of_target = {}
     if context.language_groups:
         groups = stream_batch.group_of_target["mlm"]
-        group_of_target = {"mono": groups, "bi": groups[linked]}
+        group_of_target = {"mono": groups, "bi": groups[linked_R]}
     arrays = {}
     if options.normalize == "mean":
         arrays["links"] = np.diff(partners.offsets)
     return replace(
         stream_batch,
         states={"masked": masked, "linked": partners},
-        labels={"mono": labels, "bi": labels[linked]},
+        labels={"mono": labels, "bi": labels[linked_R]},
         group_of_target=group_of_target,
         target_counts={"mono": masked.size, "bi": partners.size, "links": len(partners.columns)},
         arrays=arrays,

@@ -88,10 +88,10 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         others.append([2 * p + 1 - side])
     layout = anchors + others
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    words = links.parse_links(pairs, across=True)
-    last = links.word_tokens(pairs, layout, sequences, words.first, "last")
-    single_links = one_to_one_links(words.links)
-    connects_words = words.is_word[single_links].all(axis=1)
+    word_links = links.parse_links(pairs, across=True)
+    last = links.word_tokens(pairs, layout, sequences, word_links.first, "last")
+    single_links = one_to_one_links(word_links.links)
+    connects_words = word_links.is_word[single_links].all(axis=1)
     first, second = links.token_links(single_links[connects_words], last).T
     alone = join_segments(context.tokenizer, links.segments_of_layout(pairs, anchors), context.language_ids)
     anchor_tokens = Gather.single(np.flatnonzero(~context.tokenizer.is_special[alone.ids]))

@@ -44,11 +44,11 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     layout = [[2 * p] for p in range(len(pairs))]
     layout += [[2 * p + 1] for p in range(len(pairs))]
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    words = links.parse_links(pairs, across=True)
-    word_tokens = links.word_tokens(pairs, layout, sequences, words.first, "all")
-    single_links = one_to_one_links(words.links)
+    word_links = links.parse_links(pairs, across=True)
+    word_tokens = links.word_tokens(pairs, layout, sequences, word_links.first, "all")
+    single_links = one_to_one_links(word_links.links)
     has_tokens = word_tokens.lengths > 0
-    usable = (words.is_word & has_tokens)[single_links].all(axis=1)
+    usable = (word_links.is_word & has_tokens)[single_links].all(axis=1)
     first_tokens, first_counts = word_tokens.select_lists(single_links[usable, 0])
     second_tokens, second_counts = word_tokens.select_lists(single_links[usable, 1])
     first_texts = hash_texts(sequences.ids[first_tokens], first_counts)

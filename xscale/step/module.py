@@ -122,19 +122,14 @@ class StepModule(nn.Module):
             for prediction in losses.predictions:
                 predictions.append((stream, prediction))
             for term, value in losses.sums.items():
-                key = loss_key(stream, term)
-                sums.append(Sums([key], value.detach().reshape(1)))
-                if weights[key]:
-                    loss = loss + weights[key] * value
-            for name, (value, term) in losses.metrics.items():
-                if value.ndim:
-                    sums += language_sums(name, loss_key(stream, term), value.to(wide), row)
-                    value = value.sum()
-                sums.append(Sums([MetricKey(name, stream, term)], value.reshape(1)))
+                weight = weights[loss_key(stream, term)]
+                if weight:
+                    loss = loss + weight * value
+            sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
             predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest)
             loss = loss + predicted
-            sums = sums_of_predictions + sums
+            sums = sums_of_predictions + sums  # metrics are reported in this order
         return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
 
     def predict_tokens(
@@ -155,6 +150,19 @@ class StepModule(nn.Module):
             sums.append(Sums([key, MetricKey(prediction.accuracy, stream, prediction.term)], both_2m.sum(1)))
             sums += language_sums("loss", key, both_2m[0], row)
         return loss, sums
+
+
+def sums_of_objective(losses: Losses, stream: str, row: Row, wide: torch.dtype) -> list[Sums]:
+    """Return the sums of the losses and metrics that an objective has computed itself. A metric with a number for each
+    target is also summed by language, in the data type `wide`."""
+    sums = list[Sums]()
+    for term, value in losses.sums.items():
+        sums.append(Sums([loss_key(stream, term)], value.detach().reshape(1)))
+    for name, (value, term) in losses.metrics.items():
+        if value.ndim:
+            sums += language_sums(name, loss_key(stream, term), value.to(wide), row)
+        sums.append(Sums([MetricKey(name, stream, term)], value.sum().reshape(1)))
+    return sums
 
 
 def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> list[Sums]:

@@ -192,19 +192,25 @@ def states_shared_by_rows(
 ) -> list[States]:
     """Return for each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
     step, the vectors of all rows and ranks. Also let the auxiliary states gather their vectors from all ranks.
-    vector_counts: see `optimizer_step`.
-
-    The vectors of rows have no gradient. In a row's forward pass, its own vectors are computed again with gradient
-    (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
-    2021).
-    """
+    vector_counts: see `optimizer_step`."""
     shared = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather_new_vectors(vector_counts.get(stream))
+    if module.streams_with_vectors():
+        add_vectors_of_step(shared, module, rows, seeds)
+    return shared
+
+
+def add_vectors_of_step(shared: list[States], module: StepModule, rows: list[Row], seeds: list[Seed]) -> None:
+    """Add the vectors of the step to the states of each row in `shared`: "step" [V, D], the vectors of all rows and
+    ranks, and "own" [n], the indices of the row's own vectors in it.
+
+    These vectors have no gradient. A row's forward pass computes its own vectors again, with gradient, and puts them
+    into "step" (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao
+    et al. 2021).
+    """
     streams = module.streams_with_vectors()
-    if not streams:
-        return shared
     vectors = list[dict[str, Tensor]]()
     for row, seed in zip(rows, seeds, strict=True):
         torch.manual_seed(rng.torch_seed("dropout", *seed))
@@ -216,11 +222,9 @@ def states_shared_by_rows(
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = gather_rank_rows(torch.cat(vectors_of_rows))
         for shared_of_row, row_ND in zip(shared, vectors_of_rows, strict=True):
-            # There, the row's forward pass puts its own vectors, which have a gradient (module.py).
-            own_S = torch.arange(start, start + len(row_ND), device=row_ND.device)
-            shared_of_row[stream] = shared_of_row.get(stream, {}) | {"step": step_VD, "own": own_S}
+            own_N = torch.arange(start, start + len(row_ND), device=row_ND.device)
+            shared_of_row[stream] = shared_of_row.get(stream, {}) | {"step": step_VD, "own": own_N}
             start += len(row_ND)
-    return shared
 
 
 def loss_keys(recipe: Recipe) -> list[MetricKey]:
