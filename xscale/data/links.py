@@ -8,7 +8,6 @@ Shape letters: P pairs, W words, T tokens that belong to a word, K links of word
 M masked tokens, R masked tokens with a link.
 """
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -24,42 +23,26 @@ Layout = list[list[int]]
 """The numbers of the texts of each sequence. Text s of pair p has the number 2p + s."""
 
 
-@dataclass(frozen=True)
-class WordLinks:
-    """The word links of pairs, and the numbers of their words."""
-
-    first: np.ndarray
-    """Number of each text's first word, and W at the end [2 P + 1]."""
-    links: np.ndarray
-    """The two words of each link: one of a pair's first text, and one of its second text. No link occurs twice
-    [K, 2]."""
-    is_word: np.ndarray
-    """True for each word, False for a symbol, such as a punctuation mark [W]."""
-
-
-def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
-    """Return the word links of the pairs. across: keep links between a word and a symbol, too.
+def parse_links(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two words of each link, one of a pair's first text and one of its second text [K, 2], and for each of
+    the two False if it is a symbol, such as a punctuation mark, otherwise True [K, 2]. No link occurs twice.
 
     Raises UserError for a pair without links, and for a link that is malformed or outside of its sentences.
     """
     links = list[Link]()
     is_word_of_texts = [np.empty(0, dtype=bool)]
-    starts = [0]
+    start = 0
     for pair in pairs:
         assert pair.words is not None, "word links need examples that Tokenizer.encode_words has encoded"
         first, second = pair.words
-        first_start = starts[-1]
-        second_start = first_start + len(first.is_word)
+        second_start = start + len(first.is_word)
         for i, j in pair_links(pair, (len(first.is_word), len(second.is_word))):
-            links.append((first_start + i, second_start + j))
-        starts += [second_start, second_start + len(second.is_word)]
+            links.append((start + i, second_start + j))
+        start = second_start + len(second.is_word)
         is_word_of_texts += [first.is_word, second.is_word]
     links_K2 = np.array(links, dtype=np.int64).reshape(-1, 2)
-    is_word = np.concatenate(is_word_of_texts)
-    if not across:
-        connects_one_kind = is_word[links_K2[:, 0]] == is_word[links_K2[:, 1]]
-        links_K2 = links_K2[connects_one_kind]
-    return WordLinks(np.array(starts), distinct_pairs(links_K2[:, 0], links_K2[:, 1]), is_word)
+    links_K2 = distinct_pairs(links_K2[:, 0], links_K2[:, 1])
+    return links_K2, np.concatenate(is_word_of_texts)[links_K2]
 
 
 def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
@@ -87,14 +70,15 @@ def segments_of_layout(pairs: list[Example], layout: Layout) -> list[list[Segmen
 
 
 def word_tokens(
-    pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
+    pairs: list[Example], layout: Layout, sequences: Sequences, keep: Literal["all", "first", "last"]
 ) -> Ragged:
-    """Return the tokens of each word. A word that was cut off has none. first: see WordLinks. keep: return all tokens
-    of a word, only the first or only the last one."""
+    """Return the tokens of each word. A word that was cut off has none. layout: it has each text of the pairs once.
+    keep: return all tokens of a word, only the first or only the last one."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]
     tokens_of_texts = [NO_NUMBERS]
     counts = np.zeros(len(texts), dtype=np.int64)
+    word_counts = np.zeros(len(texts), dtype=np.int64)
     for i, text in enumerate(texts):
         pair_words = pairs[text // 2].words
         assert pair_words is not None, "word links need examples that Tokenizer.encode_words has encoded"
@@ -102,8 +86,9 @@ def word_tokens(
         words_of_texts.append(text_words.words)
         tokens_of_texts.append(text_words.tokens)
         counts[i] = len(text_words.words)
-    first_words = first[np.array(texts, dtype=np.int64)]
-    words = np.concatenate(words_of_texts) + np.repeat(first_words, counts)
+        word_counts[text] = len(text_words.is_word)
+    first_words = np.cumsum(word_counts) - word_counts
+    words = np.concatenate(words_of_texts) + np.repeat(first_words[np.array(texts, dtype=np.int64)], counts)
     tokens = np.concatenate(tokens_of_texts) + np.repeat(sequences.segment_starts, counts)
 
     in_order = np.lexsort((tokens, words))
@@ -114,12 +99,12 @@ def word_tokens(
         kept = np.flatnonzero(np.diff(words, **before_or_after))
         words = words[kept]
         tokens = tokens[kept]
-    return Ragged(tokens, np.bincount(words, minlength=int(first[-1])))
+    return Ragged(tokens, np.bincount(words, minlength=int(word_counts.sum())))
 
 
 def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
     """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
-    links: see WordLinks."""
+    links: see parse_links."""
     first = tokens.select_lists(links[:, 0])
     second = tokens.select_lists(np.repeat(links[:, 1], first.lengths))
     # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.

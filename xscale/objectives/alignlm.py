@@ -86,9 +86,10 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked = stream_batch.states["masked"]
-    word_links = links.parse_links(pairs)
-    tokens_of_words = links.word_tokens(pairs, layout, sequences, word_links.first, options.expand)
-    A = links.token_links(word_links.links, tokens_of_words)
+    links_K2, is_word_K2 = links.parse_links(pairs)
+    of_one_kind = is_word_K2[:, 0] == is_word_K2[:, 1]
+    tokens_of_words = links.word_tokens(pairs, layout, sequences, options.expand)
+    A = links.token_links(links_K2[of_one_kind], tokens_of_words)
     # linked_R: indices in masked.columns of the tokens with links. partners: the tokens to which these are linked.
     linked_R, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]

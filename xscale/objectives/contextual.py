@@ -88,11 +88,10 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         others.append([2 * p + 1 - side])
     layout = anchors + others
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    word_links = links.parse_links(pairs, across=True)
-    last = links.word_tokens(pairs, layout, sequences, word_links.first, "last")
-    single_links = one_to_one_links(word_links.links)
-    connects_words = word_links.is_word[single_links].all(axis=1)
-    first, second = links.token_links(single_links[connects_words], last).T
+    links_K2, is_word_K2 = links.parse_links(pairs)
+    last = links.word_tokens(pairs, layout, sequences, "last")
+    usable = are_one_to_one(links_K2) & is_word_K2.all(axis=1)
+    first, second = links.token_links(links_K2[usable], last).T
     alone = join_segments(context.tokenizer, links.segments_of_layout(pairs, anchors), context.language_ids)
     anchor_tokens = Gather.single(np.flatnonzero(~context.tokenizer.is_special[alone.ids]))
     is_special = context.tokenizer.is_special[sequences.ids]
@@ -105,11 +104,10 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     )
 
 
-def one_to_one_links(links_K2: np.ndarray) -> np.ndarray:
-    """Return the links whose two words have no other link."""
+def are_one_to_one(links_K2: np.ndarray) -> np.ndarray:
+    """Return True for each link whose two words have no other link [K]."""
     first_K, second_K = links_K2.T
-    is_single = (np.bincount(first_K)[first_K] == 1) & (np.bincount(second_K)[second_K] == 1)
-    return links_K2[is_single]
+    return (np.bincount(first_K)[first_K] == 1) & (np.bincount(second_K)[second_K] == 1)
 
 
 def _anchor_side(pair: Example, anchor: str | None) -> int:

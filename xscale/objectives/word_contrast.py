@@ -24,7 +24,7 @@ from xscale.data import links
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.objectives.contextual import one_to_one_links
+from xscale.objectives.contextual import are_one_to_one
 from xscale.objectives.ppa import hash_texts
 from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
 from xscale.recipe import STRICT
@@ -44,13 +44,12 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     layout = [[2 * p] for p in range(len(pairs))]
     layout += [[2 * p + 1] for p in range(len(pairs))]
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    word_links = links.parse_links(pairs, across=True)
-    word_tokens = links.word_tokens(pairs, layout, sequences, word_links.first, "all")
-    single_links = one_to_one_links(word_links.links)
-    has_tokens = word_tokens.lengths > 0
-    usable = (word_links.is_word & has_tokens)[single_links].all(axis=1)
-    first_tokens, first_counts = word_tokens.select_lists(single_links[usable, 0])
-    second_tokens, second_counts = word_tokens.select_lists(single_links[usable, 1])
+    links_K2, is_word_K2 = links.parse_links(pairs)
+    word_tokens = links.word_tokens(pairs, layout, sequences, "all")
+    has_tokens_K2 = word_tokens.lengths[links_K2] > 0
+    usable = are_one_to_one(links_K2) & (is_word_K2 & has_tokens_K2).all(axis=1)
+    first_tokens, first_counts = word_tokens.select_lists(links_K2[usable, 0])
+    second_tokens, second_counts = word_tokens.select_lists(links_K2[usable, 1])
     first_texts = hash_texts(sequences.ids[first_tokens], first_counts)
     second_texts = hash_texts(sequences.ids[second_tokens], second_counts)
     return StreamBatch(
