@@ -57,9 +57,9 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     source, target = differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: no dictionary entry can be used, because with `subwords: single` the two "
-            f"words of an entry must be two different tokens. Set streams.{context.stream}.subwords=mean, which "
-            "also uses words of several tokens"
+            f"streams.{context.stream}: no dictionary entry can be used. The two words of an entry must differ, and "
+            "with `subwords: single` each word must be a single token. Use a larger dictionary, or set "
+            f"streams.{context.stream}.subwords=mean"
         )
     picked = draw_share_of_entries(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)

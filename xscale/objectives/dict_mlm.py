@@ -102,8 +102,8 @@ def translate_targets(
     if not any(tables.values()):
         raise UserError(
             f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "
-            "differ and have the same number of tokens. Use a larger dictionary, or a tokenizer with a larger "
-            "vocabulary"
+            "have the same number of tokens, and different tokens at each position. Use a larger dictionary, or a "
+            "tokenizer with a larger vocabulary"
         )
     firsts, sizes = wholly_selected_words(sequences, targets)
     identities_W = sequences.identities[sequences.numbers[firsts]]

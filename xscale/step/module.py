@@ -196,8 +196,8 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
     labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
     predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
     assert predicted == labels, (
-        f"loss returned the predictions {predicted}, but collate returned the labels {labels}; both lists have "
-        "(term, number of targets) and must be equal"
+        f"loss returned the predictions {predicted}, but collate returned the labels {labels}. Both are "
+        "lists of (term, number of targets), and must be equal"
     )
     for term, value in losses.sums.items():
         assert loss_key(stream, term) in weights, (
