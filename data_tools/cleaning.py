@@ -283,7 +283,9 @@ def load_fasttext(path: str) -> Any:
     try:
         return fasttext.load_model(path)
     except ValueError as error:
-        raise UserError(f"rules.lid: {path} cannot be loaded ({error}). Use a fastText model") from None
+        raise UserError(
+            f"rules.lid: {path} cannot be loaded ({error}). Set lid to the path of a fastText model"
+        ) from None
 
 
 @cache

@@ -217,8 +217,8 @@ class SourceSpec(Strict):
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
-                f"columns and links: in a source with `{self.format}`, `columns` must be the names of two fields, "
-                "such as [en, de], and `links` must be the path of a file"
+                f"columns and links: only a source with `tsv` has numbers of columns, and this source has "
+                f"`{self.format}`. Write names of fields, such as columns: [en, de], or a path, such as links: FILE"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
@@ -393,9 +393,8 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
             of_pairs.append(source)
     if align.keys() != {"links"} or not align["links"] or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
-            f"{place}: align is {align}, and must be true or false; only a corpus with a single source of pairs may "
-            "have `align: {links: FILE}` instead of the key `links` of the source. Write `align: true` to make word "
-            "links. To use files of word links, write `links: FILE` in each source of pairs"
+            f"{place}: align is {align}, and must be true or false. Write `align: true` to make word links. To use "
+            "files of word links, write `links: FILE` in each source of pairs"
         )
     of_pairs[0]["links"] = align["links"]
     tree["align"] = False

@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of a tokenizer, to count unknown tokens, and the tokens that word links connect with a token",
+        help="folder of a tokenizer, to print the share of unknown tokens, and the statistic tokens_per_target",
     )
     parser.add_argument(
         "--json",

@@ -149,7 +149,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--dict", type=Path, nargs="+", metavar="FILE", help="files of dictionaries, which are joined in this order"
     )
     inputs.add_argument(
-        "--from_links", type=Path, nargs="+", metavar="DIR", help="folders of shards of pairs with word links"
+        "--from_links",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="make the dictionary from the word links in these shards",
     )
     parser.add_argument(
         "--out",

@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             help=f"file that the aligner read instead of --{side}, such as tokenised text",
         )
     mono = commands.add_parser(
-        "mono", help="write monolingual text from files or folders, plain text or WikiExtractor's output"
+        "mono", help="write monolingual text; the files have plain text or the output of WikiExtractor"
     )
     mono.add_argument(
         "--text", type=stdin_or_file, nargs="+", required=True, help="files or folders of text, or - for standard input"

@@ -361,7 +361,7 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     tree = {"sources": [{"mono": "en", "text": str(tmp_path / "a")}], "rules": {"lid": str(tmp_path / "model.bin")}}
     for name in ("a", "model.bin"):
         (tmp_path / name).write_text(f"{english}\n{german}\n")
-    with pytest.raises(UserError, match=r"model\.bin.*Use a fastText model"):
+    with pytest.raises(UserError, match=r"model\.bin.*Set lid to the path of a fastText model"):
         run(tmp_path, tree)
     fasttext_file(tmp_path / "model.bin", {"Wetter": "deu_Latn", "the": "eng_Latn"})
     (tmp_path / "a").write_text(f"{english}\n{german}\nNo word that this model has ever seen\n")
