@@ -221,6 +221,27 @@ def lose_workers() -> None:
     atexit._run_exitfuncs()  # as where an interpreter ends
 
 
+def test_a_planner_that_is_killed_before_the_ranks_connect_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the rank that has started the planner, and on the others of the node."""
+    start = multiprocessing.Process.start
+
+    def start_and_kill(process: multiprocessing.Process) -> None:
+        start(process)
+        process.kill()
+        process.join()
+
+    monkeypatch.setattr(multiprocessing.Process, "start", start_and_kill)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    nodes = {0: Node([0, 1], listener.getsockname(), listener), 1: Node([0, 1], listener.getsockname(), None)}
+    for rank, node in nodes.items():
+        with pytest.raises(RuntimeError, match="plans the steps") as raised:
+            start_planner(mixture(rank, 2, 100), 9, node)
+        code, said = exit_code_and_message(raised.value)
+        assert code == MACHINE and ("another rank of this node" if rank else "killed by signal: Killed") in said
+
+
 def test_a_planner_that_is_killed_is_missed() -> None:
     others = set(multiprocessing.active_children())
     batches = through_workers(mixture(sources=SOURCES, streams=STREAMS), 1, 100_000)

@@ -92,9 +92,12 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
         (listener or planner_end).close()  # so that the connection ends when the planner ends
     if node:
         client = socket.socket(socket.AF_UNIX)
-        client.connect(node.address)
-        connection = Connection(client.detach())
-        connection.send_bytes(str(mixture.rank).encode())
+        try:
+            client.connect(node.address)
+            connection = Connection(client.detach())
+            connection.send_bytes(str(mixture.rank).encode())
+        except ConnectionError:
+            raise _planner_death(planner) from None
     return _received_plans(planner, connection, steps, shared=node is not None)
 
 
@@ -126,18 +129,23 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        how = "has ended; another rank of this node had started the process"
-        if planner:
-            planner.join()
-            code = planner.exitcode or 0
-            how = f"was killed by signal: {signal.strsignal(-code)}" if code < 0 else f"has ended (exit code {code})"
-        raise RuntimeError(f"the process that plans the steps {how}") from None
+        raise _planner_death(planner) from None
     finally:
         if planner and (left or not shared):
             atexit.unregister(planner.kill)
             planner.kill()
             planner.join()
         connection.close()
+
+
+def _planner_death(planner: multiprocessing.Process | None) -> RuntimeError:
+    """Return the error that says how the planner has ended. planner: its process, if this rank has started it."""
+    how = "has ended; another rank of this node had started the process"
+    if planner:
+        planner.join()
+        code = planner.exitcode or 0
+        how = f"was killed by signal: {signal.strsignal(-code)}" if code < 0 else f"has ended (exit code {code})"
+    return RuntimeError(f"the process that plans the steps {how}")
 
 
 def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
