@@ -14,7 +14,7 @@ from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.data.scripts import find_spellings
+from xscale.data.scripts import find_spellings, parse_language
 from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
@@ -150,14 +150,12 @@ def is_text(line: str) -> bool:
 def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:
     """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: an iterator of the lines'
     numbers, which goes on from file to file. Raises UserError."""
-    lines: Iterator[NumberedLine]
+    lines = read_lines(path)
     if form == "auto":
         lines = read_checked_lines(path)
         head = list(islice(lines, HEAD_LINES))
         form = guess_text_form([line.strip() for _, line in head])
         lines = chain(head, lines)
-    else:
-        lines = read_lines(path)
     starts = True
     for line_number, line in lines:
         number = next(numbers)
@@ -307,11 +305,13 @@ def segment_text(element: Any, is_text: bool) -> str:
 
 
 def match_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
-    """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. A language without a
-    name there is left out."""
+    """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. If pt-BR has several
+    names, such as pt and PT-BR, that with the same script and region is returned. A language without a name is left
+    out."""
     fitting = list[str]()
     for lang in langs:
-        fitting += islice(find_spellings(lang, names), 1)
+        spellings = sorted(find_spellings(lang, names), key=lambda name: parse_language(name) != parse_language(lang))
+        fitting += spellings[:1]
     return fitting
 
 

@@ -570,6 +570,25 @@ def test_inline_codes_and_namespaces_of_a_tmx(tmp_path: Path) -> None:
     assert [unit.texts for unit in readers.read_units(source)] == [["See the blue  big  door.", "Tür"]]
 
 
+@pytest.mark.parametrize(
+    ("asked", "marked", "chosen"),
+    [
+        ("zh-TW", ["zh", "ZH-TW"], "ZH-TW"),
+        ("pt-BR", ["PT", "PT-BR"], "PT-BR"),
+        ("pt", ["PT-BR", "PT"], "PT"),
+        ("zh-TW", ["zh"], "zh"),
+        ("de", ["de-AT", "de-DE"], "de-AT"),
+    ],
+)
+def test_of_two_marks_of_a_language_that_of_the_same_region_is_read(
+    tmp_path: Path, asked: str, marked: list[str], chosen: str
+) -> None:
+    unit = "".join(f'<tuv xml:lang="{lang}"><seg>{lang}</seg></tuv>' for lang in ["en", *marked])
+    (tmp_path / "m.tmx").write_text(f"<tmx><body><tu>{unit}</tu></body></tmx>")
+    source = SourceSpec(pairs=("en", asked), tmx=str(tmp_path / "m.tmx"))
+    assert [unit.texts for unit in readers.read_units(source)] == [["en", chosen]]
+
+
 def test_a_null_side_is_empty(tmp_path: Path) -> None:
     rows = [{"translation": {"en": "a", "de": "b"}}, {"translation": {"en": None, "de": "c"}}]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
