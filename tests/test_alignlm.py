@@ -171,8 +171,8 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("links", "words"),
     [
-        ("0-0 1-2", ["'1-2'", "2 and 2"]),
-        ("2-1", ["'2-1'", "2 and 2", "counted from 0"]),
+        ("0-0 1-2", ["'1-2'", "i below 2 and j below 2"]),
+        ("2-1", ["'2-1'", "i below 2 and j below 2", "counted from 0"]),
         ("0-0 99999999999999999999-0", ["'99999999999999999999-0'"]),
         ("0-0 1", ["'1'"]),
         ("0:0", ["'0:0'"]),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, TextPacking, arrange_text
+from xscale.data.order import EpochOrder, arrange_text
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -157,7 +157,7 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
         lengths, follows = zip(*both, strict=True)
         return np.concatenate(lengths), np.concatenate(follows)
 
-    return tokens, on, {"look": look, "text": TextPacking(lambda lengths: lengths, room)}
+    return tokens, on, {"look": look, "estimate": lambda lengths: lengths, "rooms": ((sum(counts), room),)}
 
 
 @settings(max_examples=30, deadline=None)

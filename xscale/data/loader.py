@@ -113,8 +113,7 @@ class StepDataset(Dataset):
         self.streams = streams
         self.contexts = contexts
         self.readahead = readahead
-        source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
-        self.source_keys = np.array(source_keys, dtype=np.uint64)
+        self.source_keys = np.array([rng.key(source.name, source.fingerprint) for source in sources], dtype=np.uint64)
 
     def __getitem__(self, plan: Plan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):

@@ -6,14 +6,14 @@ the order of its epoch. A sample is one record; in a packed stream, a sample is 
 sequence (order.py). The samples of a step are chosen first, and then assigned to ranks and rows (balance.py).
 
 The state has the number of the step, and the position of each stream in each of its sources. All later samples follow
-from the state. A position is a list: the epoch, the number of records read in it and, for each change of the room of a
-packed sample in this epoch, the place of the change and the room before it.
+from the state.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.balance import assign_to_rows
 from xscale.data.calibration import Calibration
-from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking
+from xscale.data.order import NO_RECORDS, EpochOrder
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
@@ -34,6 +34,27 @@ PACK_FILL = 0.94
 
 ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
+
+
+class Position(NamedTuple):
+    """The place up to which a stream has read one of its sources."""
+
+    epoch: int
+    records: int
+    """The number of records read in the epoch."""
+    rooms: tuple[tuple[int, int], ...] = ()
+    """(records, room) for each change of the room of a packed sample in the epoch: up to `records`, the room was
+    `room`."""
+
+    @classmethod
+    def from_list(cls, numbers: list[int]) -> "Position":
+        """Return the position that `to_list` has written, for example to a checkpoint."""
+        epoch, records, *rooms = numbers
+        return cls(epoch, records, tuple(zip(rooms[::2], rooms[1::2], strict=True)))
+
+    def to_list(self) -> list[int]:
+        """Return the epoch, the number of records and, one after the other, the numbers of all changes of the room."""
+        return [self.epoch, self.records, *chain.from_iterable(self.rooms)]
 
 
 class PlanTable(NamedTuple):
@@ -160,10 +181,12 @@ class Mixture:
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
             by_source = self._choose_sources(stream, weights)
-            positions[stream.name] = self._positions_with_room_change(stream)
+            positions[stream.name] = []
             pieces = list[PlanTable]()
-            for source, samples, position in zip(stream.sources, by_source, positions[stream.name], strict=True):
-                pieces += self._take_samples(stream, source, samples, position)
+            for source, samples, position in zip(stream.sources, by_source, self._positions(stream), strict=True):
+                source_pieces, new_position = self._take_samples(stream, source, samples, position)
+                pieces += source_pieces
+                positions[stream.name].append(new_position.to_list())
             table = join_tables(pieces)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             calibration = self.calibrations.at(step).correction_for(stream.name)
@@ -193,69 +216,70 @@ class Mixture:
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
-    def _positions_with_room_change(self, stream: Stream) -> list[list[int]]:
-        """Return a copy of the stream's positions. If the room of a packed sample has changed since the last step, the
-        place of the change and the room before it are appended to each position."""
-        positions = [list(position) for position in self.state["positions"][stream.name]]
+    def _positions(self, stream: Stream) -> list[Position]:
+        """Return the stream's position in each of its sources. A change of the room since the last step is added."""
         room_before = self.state.get("room", self.room)
-        if stream.packed and room_before != self.room:
-            for position in positions:
-                position += [position[1], room_before]
+        positions = list[Position]()
+        for numbers in self.state["positions"][stream.name]:
+            position = Position.from_list(numbers)
+            if stream.packed and room_before != self.room:
+                position = position._replace(rooms=(*position.rooms, (position.records, room_before)))
+            positions.append(position)
         return positions
 
     def _take_samples(
-        self, stream: Stream, source: int, samples: np.ndarray, position: list[int]
-    ) -> Iterator[PlanTable]:
-        """Yield the source's next records, which form these samples, and advance `position` in place."""
+        self, stream: Stream, source: int, samples: np.ndarray, position: Position
+    ) -> tuple[list[PlanTable], Position]:
+        """Return the source's next records, which form these samples, and the position after them."""
         calibration = self.calibrations.last  # the estimates from bytes are the same in all phases
+        pieces = list[PlanTable]()
         taken = 0
         while taken < len(samples):
-            epoch, start = position[:2]
             order = self._epoch_order(stream, source, position)
-            ends, shard, record, lengths = order.take_samples(start, len(samples) - taken)
-            yield PlanTable(
-                sample=np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start)),
-                source=np.full(len(record), source, dtype=np.int32),
-                epoch=np.full(len(record), epoch, dtype=np.int32),
-                shard=shard,
-                record=record,
-                tokens=calibration.estimated_tokens(source, lengths),
+            ends, shard, record, lengths = order.take_samples(position.records, len(samples) - taken)
+            pieces.append(
+                PlanTable(
+                    sample=np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=position.records)),
+                    source=np.full(len(record), source, dtype=np.int32),
+                    epoch=np.full(len(record), position.epoch, dtype=np.int32),
+                    shard=shard,
+                    record=record,
+                    tokens=calibration.estimated_tokens(source, lengths),
+                )
             )
             taken += len(ends)
-            position[1] = int(ends[-1])
-            if position[1] == order.size:
-                position[:] = [epoch + 1, 0]
+            position = position._replace(records=int(ends[-1]))
+            if position.records == order.size:
+                position = Position(position.epoch + 1, 0)
+        return pieces, position
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield each remote source with the number of each shard of its current window, and of the next window of the
         epoch."""
         for stream in self.streams.at(self.state["step"]):
-            for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
+            for number, position in zip(stream.sources, self._positions(stream), strict=True):
                 if self.sources[number].remote and number not in stream.idle:
                     order = self._epoch_order(stream, number, position)
-                    window = order.window_at(position[1])
+                    window = order.window_at(position.records)
                     for shard in np.concatenate(order.window_shards[window : window + 2]).tolist():
                         yield self.sources[number], shard
 
-    def _epoch_order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
+    def _epoch_order(self, stream: Stream, source: int, position: Position) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
         changes."""
-        epoch = position[0]
-        earlier_rooms = tuple(zip(position[2::2], position[3::2], strict=True))
-        version = (epoch, (*earlier_rooms, self.room) if stream.packed else None)
+        opened = self.sources[source]
+        rooms = (*position.rooms, (opened.records, self.room)) if stream.packed else ()
+        version = (position.epoch, rooms)
         kept = self._orders.get((stream.name, source))
         if kept and kept[0] == version:
             return kept[1]
-        opened = self.sources[source]
-        text = None
-        if stream.packed:
-            text = TextPacking(partial(self.calibrations.last.estimated_tokens, source), self.room, earlier_rooms)
         order = EpochOrder(
             opened.counts,
             rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
-            epoch,
+            position.epoch,
             look=partial(lengths_and_continuations_of_shards, opened),
-            text=text,
+            estimate=partial(self.calibrations.last.estimated_tokens, source),
+            rooms=rooms,
             # A fork may add sources (run/resume.py), which must not change the order of the others.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),
         )
@@ -310,12 +334,11 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: S
 
 
 def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
-    """Return the state before step 0. For every stream and each of its sources, it has the position [epoch, number of
-    records read]. If the room of a packed sample changes within the epoch, TextPacking.before is appended to the
-    position."""
+    """Return the state before step 0. It has the position of every stream in each of its sources, as
+    Position.to_list."""
     positions: dict[str, list[list[int]]] = {}
     for stream in streams:
-        positions[stream.name] = [[0, 0] for _ in stream.sources]
+        positions[stream.name] = [Position(0, 0).to_list() for _ in stream.sources]
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
@@ -371,9 +394,10 @@ def describe_sources_read(
     for number, source in enumerate(sources):
         records: dict[str, int] = {}
         for stream in streams:
-            for read, position in zip(stream.sources, state["positions"][stream.name], strict=True):
-                if read == number and any(position[:2]):
-                    records[stream.name] = position[0] * source.records + position[1]
+            for read, numbers in zip(stream.sources, state["positions"][stream.name], strict=True):
+                position = Position.from_list(numbers)
+                if read == number and (position.epoch or position.records):
+                    records[stream.name] = position.epoch * source.records + position.records
         if records:
             licence = source.index["made_by"].get("licence")
             entry = {"name": source.directory.name, "languages": list(source.langs), "licence": licence}

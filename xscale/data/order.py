@@ -35,17 +35,6 @@ Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray,
 and True for each record that continues the document of the record before it [n]."""
 
 
-class TextPacking(NamedTuple):
-    """The settings for packing running text into samples."""
-
-    tokens: Callable[[np.ndarray], np.ndarray]
-    """A function that estimates the tokens of records from their bytes. An estimate is at least 1."""
-    room: int
-    """The maximum number of tokens of a sample. A sample of a single record may have more."""
-    before: tuple[tuple[int, int], ...] = ()
-    """(position, room) for each change of the room within the epoch: up to `position`, the room was `room`."""
-
-
 class OrderedSamples(NamedTuple):
     """Consecutive samples of an epoch, with n records."""
 
@@ -86,15 +75,19 @@ class EpochOrder:
         epoch: int,
         window: int = WINDOW_RECORDS,
         look: Look | None = None,
-        text: TextPacking | None = None,
+        estimate: Callable[[np.ndarray], np.ndarray] | None = None,
+        rooms: Sequence[tuple[int, int]] = (),
         sources: int = 1,
     ):
         """counts: number of records of each shard [n_shards]. seed: the key of the stream and source. window: the
-        wanted number of records of a window. text: for running text, the settings for packing it; None: each record is
-        a sample. sources: the number of sources of the stream."""
+        wanted number of records of a window. estimate: a function that estimates the tokens of records of running text,
+        at least 1, from their bytes. rooms: for running text, (position, room) for each room in the epoch. Up to
+        `position`, the maximum number of tokens of a sample is `room`; the last position is the end of the epoch.
+        Empty: each record is a sample. sources: the number of sources of the stream."""
         self.counts = counts
         self.look = look
-        self.text = text
+        self.estimate = estimate
+        self.rooms = rooms
         self.sources = sources
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Each window gets one of every `windows` consecutive shards, so that it has all topics and lengths of a sorted
@@ -126,7 +119,7 @@ class EpochOrder:
         """Return the samples from position `start` on: at most `samples`, at least one, and all from one part."""
         part = self.part_at(start)
         first = start - part.first
-        if self.text:
+        if self.rooms:
             sample = int(np.searchsorted(part.sample_ends, first, side="right"))
             ends = part.sample_ends[sample : sample + samples].astype(np.int64)
         else:
@@ -143,7 +136,7 @@ class EpochOrder:
         """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees the memory of the old part first
-            self._part = self._text_part(position) if self.text else self._permuted_part(position)
+            self._part = self._text_part(position) if self.rooms else self._permuted_part(position)
         return self._part
 
     def _permuted_part(self, position: int) -> WindowPart:
@@ -172,7 +165,7 @@ class EpochOrder:
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""
-        assert self.text and self.look
+        assert self.estimate and self.look
         window = self.window_at(position)
         window_start = self.window_starts[window]
         parts = self.part_count(window)
@@ -190,8 +183,8 @@ class EpochOrder:
         follows[starts[end > first]] = False
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
-        tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        order, sample_ends = arrange_text_with_room_changes(tokens, follows, self.text, begin, key)
+        tokens = np.rint(self.estimate(lengths)).astype(np.int64)
+        order, sample_ends = arrange_text_with_room_changes(tokens, follows, self.rooms, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return make_compact_window_part(begin, order + skipped[order], lengths[order], sample_ends)
 
@@ -206,19 +199,20 @@ def make_compact_window_part(
 
 
 def arrange_text_with_room_changes(
-    tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
+    tokens: np.ndarray, follows: np.ndarray, rooms: Sequence[tuple[int, int]], begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the result of `arrange_text` for a part. If the room has changed within the part, the records after the
-    change are arranged again, with the new room. begin: the part's position in the epoch."""
+    change are arranged again, with the new room. rooms: see EpochOrder. begin: the part's position in the epoch."""
+    *before, (_, last_room) = rooms
     ends = list[int]()
-    rooms = list[int]()
-    for position, room in packing.before:
+    rooms_of_part = list[int]()
+    for position, room in before:
         if 0 < position - begin < len(tokens):
             ends.append(position - begin)
-            rooms.append(room)
-    rooms.append(packing.room)
-    order, sample_ends = arrange_text(tokens, follows, rooms[0], key)
-    for done, room in zip(ends, rooms[1:], strict=True):
+            rooms_of_part.append(room)
+    rooms_of_part.append(last_room)
+    order, sample_ends = arrange_text(tokens, follows, rooms_of_part[0], key)
+    for done, room in zip(ends, rooms_of_part[1:], strict=True):
         left = np.sort(order[done:])
         left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
         left_follows[0] = False
@@ -241,7 +235,7 @@ def arrange_text(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndar
     """Return the order of records of running text [n], and the number of records up to each sample's end [samples].
 
     sizes: tokens of each record [n]. follows: True for each record that continues the document of the record before it
-    [n]. room: see TextPacking."""
+    [n]. room: the maximum number of tokens of a sample."""
     first = divide_into_runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = pack_into_bins(np.add.reduceat(sizes, first)[shuffled], room)
