@@ -29,7 +29,7 @@ from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
 """The file in which a fork names its parent: a list of one object with the parent's directory, the step at which it was
-forked, and the settings that the fork changed."""
+forked, and the changed settings, except those that every resume may change."""
 FORK_FIELDS = {
     "model": {"dropout"},
     "data": {"alpha"},
