@@ -74,7 +74,7 @@ def planning_cells(kind: str, source_count: int, batch: int) -> list[str]:
     schedules = (
         Schedule.constant([stream]),
         Schedule.constant(DataConfig(max_length=MAX_LENGTH)),
-        Schedule.constant(Calibration([(0.25, 0.0)] * source_count, {})),
+        Calibration([(0.25, 0.0)] * source_count, {}),
     )
     memory = psutil.Process().memory_info
     bytes_before = memory().rss

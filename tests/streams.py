@@ -34,7 +34,7 @@ def make_mixture(
     **places: Any,
 ) -> Mixture:
     data = Schedule.constant(DataConfig(max_length=max_length, alpha=alpha))
-    return Mixture(Schedule.constant(streams), data, Schedule.constant(calibration), sources, **places)
+    return Mixture(Schedule.constant(streams), data, calibration, sources, **places)
 
 
 def make_dataset(sources: list[Any], streams: Sequence[Stream], context: CollateContext) -> StepDataset:

@@ -107,12 +107,8 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
     assert (cut.ratio, cut.beyond) == (1.0, 128.0)
 
 
-def test_streams_without_a_correction_of_their_own() -> None:
-    found = Calibration([(0.2, 0.0)], {"ppa": Correction(1.5)})
-    assert found.correction_for("ppa") == Correction(1.5)
-    assert found.correction_for("tlm") == Correction() and found.correction_for("tlm").row_tokens(
-        np.array([10.0, 999.0]), 50
-    ).tolist() == [10, 999]
+def test_without_measured_statistics_estimates_are_not_corrected() -> None:
+    assert Correction().row_tokens(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
 
 
 def test_it_is_kept_as_json(loader) -> None:
@@ -149,7 +145,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(loader) -> None:
     for overlong in ("drop", "truncate"):
         made = loader("tlm", "data.max_length=28", f"data.overlong={overlong}")
         mixture, dataset = mixture_of(made), made.dataset()
-        beyond = made.calibration.correction_for("tlm").beyond
+        beyond = made.calibration.streams["tlm"].beyond
         assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
         found = []
         for _ in range(4):

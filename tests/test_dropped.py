@@ -41,7 +41,7 @@ def test_the_share_is_known_before_step_1(demo: Path, tokenizer: Tokenizer) -> N
     for max_length in (20, 36, 128):
         share = (lengths > max_length).mean()
         loader = loader_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
-        found = loader.calibration.correction_for("tlm").too_long
+        found = loader.calibration.streams["tlm"].too_long
         assert found == pytest.approx(share, abs=0.01 + 0.06 * (share * (1 - share)) ** 0.5)
         assert bool(dropped_pairs_warnings(loader)) == (found > 0.03)
         assert max_length != 20 or share > 0.5
@@ -61,15 +61,15 @@ def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., Non
     for max_length in (100, 160):
         share = (lengths > max_length).mean()
         loader = loader_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
-        assert loader.calibration.correction_for("tlm").too_long == pytest.approx(share, abs=0.03), max_length
-        assert bool(dropped_pairs_warnings(loader)) == (loader.calibration.correction_for("tlm").too_long > 0.03)
+        assert loader.calibration.streams["tlm"].too_long == pytest.approx(share, abs=0.03), max_length
+        assert bool(dropped_pairs_warnings(loader)) == (loader.calibration.streams["tlm"].too_long > 0.03)
 
 
 def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
     sets = ["data.max_length=28", "streams.more={objective: tlm, samples: 4}"]
     loader = loader_of(demo, "xlm", *sets)
     tlm, more = dropped_pairs_warnings(loader)  # monolingual text is no pair
-    share = loader.calibration.correction_for("more").too_long
+    share = loader.calibration.streams["more"].too_long
     assert tlm.startswith("warning: streams.tlm drops ") and more == (
         f"warning: streams.more drops {share:.1%} of its pairs, because these pairs are longer than data.max_length "
         "(28 tokens). Set a larger data.max_length or data.overlong=truncate, or write "

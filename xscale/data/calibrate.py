@@ -73,7 +73,7 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     mixture = Mixture(
         Schedule.constant(few),
         Schedule.constant(data),
-        Schedule.constant(fitted),
+        fitted,
         dataset.sources,
         seed=recipe.train.seed,
         max_tokens=1 << 40,

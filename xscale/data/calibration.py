@@ -47,14 +47,9 @@ class Calibration:
     phases: list[dict[str, Correction]] = field(default_factory=list)
     """The statistics of each stream, by its name, in each phase."""
 
-    def by_step(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
-        """Return the calibration of each step. ends: the first step after each phase."""
-        phases = [Calibration(self.lines, streams) for streams in self.phases]
-        return Schedule(ends, (*phases, self))
-
-    def correction_for(self, stream: str) -> Correction:
-        """Return the stream's statistics. If it has none, return statistics that do not correct the estimates."""
-        return self.streams.get(stream) or Correction()
+    def corrections(self, ends: tuple[int, ...]) -> Schedule[dict[str, Correction]]:
+        """Return the statistics of each stream, by its name, in each step. ends: the first step after each phase."""
+        return Schedule(ends, (*self.phases, self.streams))
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
         """Return the estimated tokens of records of a source [n_records]. source: the source's index. length: bytes of

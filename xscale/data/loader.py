@@ -309,11 +309,10 @@ class Loader:
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
         """Return the mixture of the run. state: the state from which it continues."""
-        recipes = self.recipe.schedule
         return Mixture(
             self.corpus.streams,
-            recipes.map(lambda recipe: recipe.data),
-            self.calibration.by_step(recipes.ends),
+            self.recipe.schedule.map(lambda recipe: recipe.data),
+            self.calibration,
             self.corpus.sources,
             seed=self.recipe.train.seed,
             max_tokens=self.max_tokens(device),
@@ -330,19 +329,19 @@ class Loader:
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
     ) -> Plans:
-        """Return the plans of the next steps, for `batches`. If there are workers, a planner process makes them: one
-        for each rank, or with `host_group` one for each node. All ranks of `host_group` call it together."""
+        """Return the plans of the next steps. If there are workers, a planner process makes them: one for each rank, or
+        with `host_group` one for each node. All ranks of `host_group` call it together."""
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_part() for _ in range(steps))
         return start_planner(mixture, steps, find_node(host_group) if host_group else None)
 
-    def batches(
-        self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
-    ) -> Iterator[StepBatch]:
-        """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step. plans:
-        the result of `plans`, if it was called before."""
-        plans = plans or self.plans(process, device, state, steps)
+    def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
+        """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""
+        return self.batches_of_plans(process, device, self.plans(process, device, state, steps))
+
+    def batches_of_plans(self, process: Process, device: str, plans: Plans) -> Iterator[StepBatch]:
+        """Return an iterator over this rank's batch of each plan."""
         workers = worker_count(self.recipe.data.workers, process, device)
         readahead = process.local_world / process.world >= SWEPT
         return load_batches(plans, self.dataset(readahead), workers)

@@ -20,9 +20,9 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.balance import assign_to_rows
-from xscale.data.calibration import Calibration
-from xscale.data.order import NO_RECORDS, EpochOrder
-from xscale.data.ragged import evenly_spaced
+from xscale.data.calibration import Calibration, Correction
+from xscale.data.order import EpochOrder
+from xscale.data.ragged import NO_NUMBERS, evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.errors import UserError
@@ -70,7 +70,7 @@ class PlanTable(NamedTuple):
     """Number of the record in its shard."""
     tokens: np.ndarray
     """Number of tokens as estimated from the record's bytes, float."""
-    row: np.ndarray = NO_RECORDS
+    row: np.ndarray = NO_NUMBERS
     """Number of the packed row; row r of rank k has the number r * world + k. Empty until rows are assigned."""
 
     def select(self, places: np.ndarray) -> "PlanTable":
@@ -81,7 +81,7 @@ class PlanTable(NamedTuple):
 def join_tables(pieces: Sequence[PlanTable]) -> PlanTable:
     """Return the records of all pieces, in order."""
     if not pieces:
-        return PlanTable(*[NO_RECORDS] * 6)
+        return PlanTable(*[NO_NUMBERS] * 6)
     return PlanTable(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
@@ -101,7 +101,7 @@ class Plan:
     """The mixture's state after the step."""
     rank: int = -1
     """The rank of a part; -1 for a whole plan."""
-    row_tokens: np.ndarray = field(default_factory=lambda: NO_RECORDS)
+    row_tokens: np.ndarray = field(default_factory=lambda: NO_NUMBERS)
     """The estimated tokens of each packed row of each rank [rows * world]; empty in the part of a rank."""
 
     def parts_of_ranks(self, ranks: Sequence[int]) -> list["Plan"]:
@@ -132,7 +132,7 @@ class Mixture:
         self,
         streams: Schedule[Sequence[Stream]],
         data: Schedule[DataConfig],
-        calibrations: Schedule[Calibration],
+        calibration: Calibration,
         sources: list[Source],
         *,
         seed: int,
@@ -146,7 +146,8 @@ class Mixture:
         checkpoint; None: the beginning."""
         self.streams = streams
         self.data = data
-        self.calibrations = calibrations
+        self.calibration = calibration
+        self.corrections = calibration.corrections(streams.ends)
         self.sources = sources
         self.seed = seed
         self.max_tokens = max_tokens
@@ -154,7 +155,7 @@ class Mixture:
         self.world = world
         self.state = state or initial_state(streams.last)
         weights = list[list[np.ndarray]]()
-        for phase_streams, config, calibration in zip(streams.values, data.values, calibrations.values, strict=True):
+        for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
             weights.append([stream_weights(stream, sources, config.alpha, sizes) for stream in phase_streams])
         self.weights = Schedule(streams.ends, tuple(weights))
@@ -189,9 +190,9 @@ class Mixture:
                 positions[stream.name].append(new_position.to_list())
             table = join_tables(pieces)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
-            calibration = self.calibrations.at(step).correction_for(stream.name)
+            correction = self.corrections.at(step).get(stream.name, Correction())
             tables[stream.name] = table
-            tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
+            tokens[stream.name] = correction.row_tokens(estimated, data.max_length)
         # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
         row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
@@ -231,7 +232,6 @@ class Mixture:
         self, stream: Stream, source: int, samples: np.ndarray, position: Position
     ) -> tuple[list[PlanTable], Position]:
         """Return the source's next records, which form these samples, and the position after them."""
-        calibration = self.calibrations.last  # the estimates from bytes are the same in all phases
         pieces = list[PlanTable]()
         taken = 0
         while taken < len(samples):
@@ -244,7 +244,7 @@ class Mixture:
                     epoch=np.full(len(record), position.epoch, dtype=np.int32),
                     shard=shard,
                     record=record,
-                    tokens=calibration.estimated_tokens(source, lengths),
+                    tokens=self.calibration.estimated_tokens(source, lengths),
                 )
             )
             taken += len(ends)
@@ -278,7 +278,7 @@ class Mixture:
             rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
             position.epoch,
             look=partial(lengths_and_continuations_of_shards, opened),
-            estimate=partial(self.calibrations.last.estimated_tokens, source),
+            estimate=partial(self.calibration.estimated_tokens, source),
             rooms=rooms,
             # A fork may add sources (run/resume.py), which must not change the order of the others.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xscale import rng
+from xscale.data.ragged import NO_NUMBERS
 
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
@@ -61,8 +62,7 @@ class WindowPart(NamedTuple):
     """Number of the part's records up to the end of each sample [samples]; empty for single records."""
 
 
-NO_RECORDS = np.empty(0, dtype=np.int64)
-EMPTY_PART = WindowPart(0, NO_RECORDS, NO_RECORDS, NO_RECORDS)
+EMPTY_PART = WindowPart(0, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 
 
 class EpochOrder:
@@ -102,7 +102,7 @@ class EpochOrder:
         """The position in the epoch of each window's first record."""
         self.size = sum(self.window_records)
         self._part = EMPTY_PART
-        self._leading = (-1, NO_RECORDS)
+        self._leading = (-1, NO_NUMBERS)
         """The number of a window, and the leading bits of the hash of each of its records. These bits decide in which
         part a record is."""
 
@@ -153,7 +153,7 @@ class EpochOrder:
             part = rng.permuted_part(key, self._leading[1], bits, position - window_start)
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
-        lengths = NO_RECORDS
+        lengths = NO_NUMBERS
         if self.look:
             ends = np.cumsum(self.counts[shards])
             by_shard = np.split(part.ascending, np.searchsorted(part.ascending, ends[:-1]))
@@ -161,7 +161,7 @@ class EpochOrder:
             for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
                 chosen.append(shard_ordinals - shard_start)
             lengths = self.look(shards.tolist(), chosen)[0][part.order]
-        return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_RECORDS)
+        return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_NUMBERS)
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""

@@ -217,7 +217,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         positions.append(sequences.positions)
         types.append(getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(sequences.ids))
         sequence_lengths.append(sequences.lengths)
-        ends.append(sum(map(len, ids)))
+        ends.append(sum(map(len, ids)))  # of all tokens so far
     if ends[-1] == 0:
         ids.append(np.full(2, id_if_empty))
         positions.append(np.arange(2))

@@ -129,7 +129,7 @@ class Gather(NamedTuple):
     def transpose(self, tokens: int) -> "Gather":
         """Return the transposed matrix: for each of `tokens` tokens, the states whose sums have the token. It turns the
         gradient of the states into the gradient of the hidden states."""
-        by_column = np.argsort(self.columns, kind="stable")
+        by_column = np.argsort(self.columns, kind="stable")  # the K entries in the order of their tokens
         states = np.repeat(np.arange(self.size), np.diff(self.offsets))
         return Gather.sums(states[by_column], np.bincount(self.columns, minlength=tokens))
 

@@ -66,13 +66,14 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
     """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
     first."""
     recipes = loader.recipe.schedule
-    calibrations = loader.calibration.by_step(recipes.ends).values
+    corrections = loader.calibration.corrections(recipes.ends)
     lines = list[str]()
-    for recipe, streams, calibration in zip(recipes.values, loader.corpus.streams.values, calibrations, strict=True):
+    phases = zip(recipes.values, loader.corpus.streams.values, corrections.values, strict=True)
+    for recipe, streams, corrections_of_phase in phases:
         length = recipe.data.max_length
         where = "" if recipe is loader.recipe else " in a phase of the run"
         for stream in streams:
-            share = calibration.correction_for(stream.name).too_long
+            share = corrections_of_phase[stream.name].too_long
             if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
                 lines.append(
                     f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because these pairs are "

@@ -16,7 +16,7 @@ import yaml
 from xscale import __version__, files, ranks, rng
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibration import Calibration
+from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
@@ -133,6 +133,7 @@ def build_trainer(
         write_start_files(args.out, run, loader, checkpoint)
     positions = checkpoint.state if checkpoint else initial_state(loader.streams)
     left = recipe.train.steps - positions["step"]
+    # The planner makes the first plans while the engine is built.
     plans = loader.plans(process, run.hardware.device, positions, left, host_group)
     context.watch.note("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
@@ -153,7 +154,7 @@ def build_trainer(
     if not checkpoint:
         warm_up_queues(engine.module, loader, process, engine.device)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
-    return trainer, loader.batches(process, engine.device.type, positions, left, plans)
+    return trainer, loader.batches_of_plans(process, engine.device.type, plans)
 
 
 def code_version() -> str:
@@ -208,7 +209,8 @@ def prefill_loader(loader: Loader, stream_name: str) -> Loader:
     (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
     corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
-    calibration = Calibration(loader.calibration.lines, {name: loader.calibration.correction_for(stream_name)})
+    correction = loader.calibration.streams.get(stream_name, Correction())
+    calibration = Calibration(loader.calibration.lines, {name: correction})
     return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
 
