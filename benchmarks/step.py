@@ -42,7 +42,7 @@ from xscale.record import Record
 from xscale.run.resolve import module_of_run
 from xscale.step import engine
 from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.step.sums import stream_metrics
+from xscale.step.metrics import stream_metrics
 
 PAIRS = 4000
 STEPS_OF_A_RUN = 8

@@ -22,9 +22,9 @@ from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
-from xscale.step.module import StepModule
+from xscale.step.metrics import stream_metrics
+from xscale.step.module import StepModule, Sums
 from xscale.step.step import compute_row_loss, loss_keys, states_shared_by_rows, step_weights
-from xscale.step.sums import Sums, stream_metrics
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9

@@ -18,9 +18,8 @@ from xscale.data.stream_batch import StreamBatch
 from xscale.metric_keys import Counts, loss_key
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
-from xscale.step.module import States, StepModule, Weights
+from xscale.step.module import States, StepModule, Sums, Weights
 from xscale.step.step import Seed, compute_row_loss, encode_auxiliary, states_shared_by_rows
-from xscale.step.sums import Sums
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 

@@ -38,9 +38,8 @@ from xscale.ranks import Process
 from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
 from xscale.step.engine import build_engine
-from xscale.step.module import StepModule
+from xscale.step.module import StepModule, Sums
 from xscale.step.step import compute_row_loss, optimizer_step, states_shared_by_rows
-from xscale.step.sums import Sums
 
 MAX_LENGTH = 32
 

@@ -21,9 +21,9 @@ from xscale.metric_keys import MetricKey, loss_key
 from xscale.ranks import Process
 from xscale.recipe import RECIPES
 from xscale.step import step
-from xscale.step.module import StepModule
+from xscale.step.metrics import stream_metrics
+from xscale.step.module import StepModule, Sums
 from xscale.step.step import compute_row_loss, optimizer_step, step_weights
-from xscale.step.sums import Sums, stream_metrics
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""

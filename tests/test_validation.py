@@ -40,8 +40,8 @@ from xscale.run.folder import start_logging
 from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
+from xscale.step.metrics import language_metrics, stream_metrics
 from xscale.step.step import compute_row_loss, step_weights, sum_evaluation_losses
-from xscale.step.sums import language_metrics, stream_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
 

@@ -29,8 +29,8 @@ from xscale.metric_keys import ALL, MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
+from xscale.step.metrics import language_metrics, stream_metrics
 from xscale.step.step import sum_evaluation_losses
-from xscale.step.sums import language_metrics, stream_metrics
 
 Results = dict[str, dict[str, float]]
 """{results row: {metric: number}} of one task. A results row is, for example, a stream or a pair of languages."""

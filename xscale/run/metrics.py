@@ -26,8 +26,8 @@ from xscale.errors import LOG, NotFinite
 from xscale.metric_keys import Counts
 from xscale.recipe import Recipe
 from xscale.run.watch import RunContext
+from xscale.step.metrics import language_metrics, stream_metrics
 from xscale.step.step import StepResult
-from xscale.step.sums import language_metrics, stream_metrics
 
 MOST_WAITING = 1 << 24
 """Lines that cannot be written, as on a full disk, stay in memory. If they have more bytes than this, the run ends."""

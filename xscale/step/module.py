@@ -3,10 +3,11 @@
 It makes one pass through the encoder, one gather of all states that losses read, and one call of the vocabulary head.
 
 Shape letters: N tokens of a row, S states that losses read, M predictions, m those of a term, T targets of a term,
-G languages and pairs, H hidden width.
+G languages and pairs, H hidden width, K sums.
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,45 @@ from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
-from xscale.step.sums import Sums
 
 Weights = dict[MetricKey, float]
 """The factor of a term's sum over targets in the loss of the step, by `loss_key`."""
 States = dict[str, dict[str, Tensor]]
 """The states that losses read, by stream and name."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of losses and metrics over targets, on the device until metrics are read."""
+
+    keys: list[MetricKey]
+    """The key of each sum. The sum is divided by the number of targets of the key's term."""
+    values_K: Tensor
+
+    @staticmethod
+    def concatenate_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
+        """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
+        keys = list[MetricKey]()
+        values = [like.new_zeros(0)]
+        for part in parts:
+            keys += part.keys
+            values.append(part.values_K.to(like.dtype))
+        return Sums(keys, torch.cat(values).double())
+
+    @staticmethod
+    def add_rows(rows: list["Sums"]) -> "Sums":
+        """Return the sums over several rows, which have the same keys."""
+        total_K = rows[0].values_K
+        for row in rows[1:]:
+            assert row.keys == rows[0].keys, (
+                f"an objective returned different terms or metrics for two rows: {rows[0].keys} and {row.keys}"
+            )
+            total_K = total_K + row.values_K
+        return Sums(rows[0].keys, total_K)
+
+    def by_key(self) -> dict[MetricKey, float]:
+        """Return the sums by key. On CUDA, this waits for the device."""
+        return dict(zip(self.keys, self.values_K.tolist(), strict=True))
 
 
 class StepModule(nn.Module):

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from xscale import rng
 from xscale.data.packed_row import Row, copy_to_device
-from xscale.metric_keys import Counts, MetricKey, loss_key
+from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import Recipe
-from xscale.step.module import States, StepModule, Weights, encoder_states
-from xscale.step.sums import Sums, divisor_of_term
+from xscale.step.module import States, StepModule, Sums, Weights, encoder_states
 from xscale.step.zero import one_reduction, update_weights_if_finite
 
 
@@ -244,6 +243,18 @@ def step_weights(recipe: Recipe, totals: Counts, step: int) -> Weights:
         factor = OBJECTIVES[stream.objective].terms(stream.options)[key.term]
         weights[key] = recipe.stream_weight(key.stream, step) * factor / divisor_of_term(totals, key, recipe)
     return weights
+
+
+def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
+    """Return the count over the whole step by which a term's sum is divided, at least 1. key: the term's `loss_key`."""
+    objective = recipe.streams[key.stream].objective
+    counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
+    count = counts.get(count_key(key.stream, counted))
+    assert count is not None, (
+        f"streams.{key.stream}: the function collate of the objective {objective}: the returned target_counts do not "
+        f"have {counted}"
+    )
+    return max(count, 1)
 
 
 def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:

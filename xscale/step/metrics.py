@@ -1,62 +1,9 @@
-"""The numbers of a step: sums of losses and metrics over targets, and the metrics that follow from sums and counts.
-
-Shape letters: K sums.
-"""
-
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+"""The losses and metrics of a step, of streams and of languages: sums over targets, divided by counts."""
 
 from xscale.metric_keys import Counts, MetricKey, count_key
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums of losses and metrics over targets, on the device until metrics are read."""
-
-    keys: list[MetricKey]
-    """The key of each sum. The sum is divided by the number of targets of the key's term."""
-    values_K: Tensor
-
-    @staticmethod
-    def concatenate_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
-        """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
-        keys = list[MetricKey]()
-        values = [like.new_zeros(0)]
-        for part in parts:
-            keys += part.keys
-            values.append(part.values_K.to(like.dtype))
-        return Sums(keys, torch.cat(values).double())
-
-    @staticmethod
-    def add_rows(rows: list["Sums"]) -> "Sums":
-        """Return the sums over several rows, which have the same keys."""
-        total_K = rows[0].values_K
-        for row in rows[1:]:
-            assert row.keys == rows[0].keys, (
-                f"an objective returned different terms or metrics for two rows: {rows[0].keys} and {row.keys}"
-            )
-            total_K = total_K + row.values_K
-        return Sums(rows[0].keys, total_K)
-
-    def by_key(self) -> dict[MetricKey, float]:
-        """Return the sums by key. On CUDA, this waits for the device."""
-        return dict(zip(self.keys, self.values_K.tolist(), strict=True))
-
-
-def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
-    """Return the count over the whole step by which a term's sum is divided, at least 1. key: the term's `loss_key`."""
-    objective = recipe.streams[key.stream].objective
-    counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
-    count = counts.get(count_key(key.stream, counted))
-    assert count is not None, (
-        f"streams.{key.stream}: the function collate of the objective {objective}: the returned target_counts do not "
-        f"have {counted}"
-    )
-    return max(count, 1)
+from xscale.step.step import divisor_of_term
 
 
 def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe) -> dict[str, float]:
