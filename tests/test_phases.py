@@ -21,7 +21,7 @@ from tests.test_order import SEED, documents
 from xscale.checkpoint.restore import read_full_weights
 from xscale.data.calibration import Calibration
 from xscale.data.loader import Loader, StepBatch
-from xscale.data.mixture import Mixture, initial_state
+from xscale.data.mixture import Mixture, Position, initial_state
 from xscale.data.order import EpochOrder
 from xscale.data.stream import Stream
 from xscale.errors import UserError
@@ -112,6 +112,12 @@ def test_positions_go_on(plan: Loader) -> None:
             found = Counter(place[2] for place in read if place[:2] == (spec.name, source))
             assert found.pop(epoch, 0) == position and set(found.values()) <= {plan.corpus.sources[source].records}
             assert len(found) == epoch
+
+
+def test_positions_keep_the_form_of_earlier_checkpoints() -> None:
+    position = Position(2, 30, ((10, 60), (20, 120)))
+    assert position.to_list() == [2, 30, 10, 60, 20, 120] and Position.from_list(position.to_list()) == position
+    assert Position.from_list([0, 7]) == Position(0, 7)
 
 
 def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:

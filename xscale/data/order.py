@@ -116,7 +116,8 @@ class EpochOrder:
         return max(min(records * self.sources // WINDOW_RECORDS, records // PART_RECORDS), 1)
 
     def take_samples(self, start: int, samples: int) -> OrderedSamples:
-        """Return the samples from position `start` on: at most `samples`, at least one, and all from one part."""
+        """Return the samples from position `start` on: at most `samples`, at least one, and all from one part of a
+        window. The next call continues at the last of their `ends`."""
         part = self.part_at(start)
         first = start - part.first
         if self.rooms:
