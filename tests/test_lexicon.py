@@ -73,7 +73,7 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
         assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
     assert lexicon.single_token_pairs().tolist() == single and 0 < len(single) < len(lines)
-    assert f"{len(lines):,} entries; in {len(single):,} of the entries, each word is a single" in lexicon.summary()
+    assert f"{len(lines):,} entries; in {len(single):,} of the entries, both words are" in lexicon.summary()
 
 
 def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -> None:

@@ -46,8 +46,8 @@ class Record(NamedTuple):
             texts = tuple(fields["texts"])
         except (KeyError, TypeError):
             raise ValueError(
-                f"{fields!r:.60} is not a record. A record needs the fields key, langs and texts, with lists as langs "
-                "and texts"
+                f"{fields!r:.60} is not a record. A record needs the field key, and the fields langs and texts, which "
+                "must be lists"
             ) from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
             raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key must be a string")

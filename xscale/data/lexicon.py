@@ -68,7 +68,7 @@ class Lexicon:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
         return (
             f"dictionary {self.path}: {len(self.words):,} entries; in {len(self.single_token_pairs()):,} of the "
-            f"entries, each word is a single token; {self.unknown:,} further entries are left out, because they have "
+            f"entries, both words are single tokens; {self.unknown:,} further entries are left out, because they have "
             "tokens that the tokenizer does not know"
         )
 

@@ -133,8 +133,8 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     return [
         f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about {follows:,.0f} "
         f"steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. Train for "
-        f"{3 * follows:,.0f} steps or more, or set a smaller momentum, but not one below 0.95, because the encoder "
-        "may then learn the age of vectors in the queue instead of the meaning of sentences"
+        f"{3 * follows:,.0f} steps or more, or set a smaller momentum. Do not set a momentum below 0.95: the "
+        "encoder may then learn the age of the queue's vectors instead of the meaning of sentences"
     ]
 
 
