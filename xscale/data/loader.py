@@ -199,15 +199,15 @@ class StepDataset(Dataset):
         for number, record in enumerate(records):
             end = start + len(record.texts)
             yield Example(
-                record.langs,
-                tuple(ids[start:end]),
-                tuple(words[start:end]) if words else None,
-                identities[number],
-                samples[number],
-                record.key,
-                record.links,
-                follows[number],
-                borders.get(start, ()),
+                langs=record.langs,
+                ids=tuple(ids[start:end]),
+                words=tuple(words[start:end]) if words else None,
+                identity=identities[number],
+                number=samples[number],
+                key=record.key,
+                links=record.links,
+                follows=follows[number],
+                borders=borders.get(start, ()),
             )
             start = end
 

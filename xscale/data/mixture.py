@@ -160,8 +160,8 @@ class Mixture:
             weights.append([stream_weights(stream, sources, config.alpha, sizes) for stream in phase_streams])
         self.weights = Schedule(streams.ends, tuple(weights))
         """For each phase and stream, the probability of each of the stream's sources."""
-        self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
-        """For each stream and source: the order of the epoch that is being read, and its epoch and rooms."""
+        self._orders: dict[tuple[str, int], EpochOrder] = {}
+        """The order of the epoch that is being read, by stream and source."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by a version of xscale that reads text in "
@@ -269,10 +269,9 @@ class Mixture:
         changes."""
         opened = self.sources[source]
         rooms = (*position.rooms, (opened.records, self.room)) if stream.packed else ()
-        version = (position.epoch, rooms)
         kept = self._orders.get((stream.name, source))
-        if kept and kept[0] == version:
-            return kept[1]
+        if kept and kept.epoch == position.epoch and kept.rooms == rooms:
+            return kept
         order = EpochOrder(
             opened.counts,
             rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
@@ -283,7 +282,7 @@ class Mixture:
             # A fork may add sources (run/resume.py), which must not change the order of the others.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),
         )
-        self._orders[stream.name, source] = (version, order)
+        self._orders[stream.name, source] = order
         return order
 
 

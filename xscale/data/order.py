@@ -85,6 +85,7 @@ class EpochOrder:
         `position`, the maximum number of tokens of a sample is `room`; the last position is the end of the epoch.
         Empty: each record is a sample. sources: the number of sources of the stream."""
         self.counts = counts
+        self.epoch = epoch
         self.look = look
         self.estimate = estimate
         self.rooms = rooms

@@ -47,9 +47,9 @@ class Trainer:
         self.engine = engine
         self.config = config
         self.context = context
-        self.positions = checkpoint.state if checkpoint else initial_state(loader.streams)
-        """The positions of the streams in their data after the steps done (data/mixture.py)."""
-        self.done = self.positions["step"]
+        self.data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
+        """The mixture's state after the steps done, which has the streams' positions in their data."""
+        self.done = self.data_state["step"]
         """The number of steps done."""
         context.status.note_step(self.done)
         self.flops = StepFlops.of(engine.module)
@@ -106,7 +106,7 @@ class Trainer:
             else:
                 self.metrics.unreported.append(self.train_step(agreed, started))
             self.done = number
-            self.positions = agreed.batch.state
+            self.data_state = agreed.batch.state
             self.context.stop.arm_time_limit()
             self.context.status.note_step(number)
             self.metrics.after_step(number, agreed.batch, flush=agreed.flush > 0)
@@ -168,8 +168,8 @@ class Trainer:
         loader = self.loader
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),
-            "state": self.positions,
-            "sources": describe_sources_read(self.positions, loader.streams, loader.corpus.sources),
+            "state": self.data_state,
+            "sources": describe_sources_read(self.data_state, loader.streams, loader.corpus.sources),
             "calibration": asdict(loader.calibration),
             "engine": self.config.settings_in_checkpoint(),
         }

@@ -131,10 +131,10 @@ def build_trainer(
     loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, host_group, LOG.info)
     if process.is_main:
         write_start_files(args.out, run, loader, checkpoint)
-    positions = checkpoint.state if checkpoint else initial_state(loader.streams)
-    left = recipe.train.steps - positions["step"]
+    data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
+    left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
-    plans = loader.plans(process, run.hardware.device, positions, left, host_group)
+    plans = loader.plans(process, run.hardware.device, data_state, left, host_group)
     context.watch.note("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
@@ -149,7 +149,7 @@ def build_trainer(
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
         f"{process.world} {engine.device.type} rank(s), ZeRO stage {run.config.stage}, "
-        f"steps {positions['step'] + 1} to {recipe.train.steps}"
+        f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:
         warm_up_queues(engine.module, loader, process, engine.device)
