@@ -43,8 +43,7 @@ class Position(NamedTuple):
     records: int
     """The number of records read in the epoch."""
     rooms: tuple[tuple[int, int], ...] = ()
-    """(records, room) for each change of the room of a packed sample in the epoch: up to `records`, the room was
-    `room`."""
+    """(records, room) for each change of Mixture.room in the epoch: up to `records`, the room was `room`."""
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Position":

@@ -61,13 +61,10 @@ def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, se
     most 1, and multiplies the sum of the losses by `largest` in fp32.
     """
     weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
-    largest = float(weight_of_term.max(initial=0))
-    if largest == 0:
-        largest = 1.0
+    largest = float(weight_of_term.max(initial=0)) or 1.0
     weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    weight_M = copy_to_device(weights_M, row.labels.device)
-    return module(row, shared, weights, weight_M, largest)
+    return module(row, shared, weights, copy_to_device(weights_M, row.labels.device), largest)
 
 
 def optimizer_step(
