@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -166,11 +166,11 @@ class StepDataset(Dataset):
             language_groups=stream.language_groups,
         )
 
-    def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
-        """Read the records of a stream, tokenise them together, and yield an example for each record."""
+    def read_records(self, stream: Stream, table: PlanTable, context: CollateContext) -> list[Record]:
+        """Return the records of a stream. Very long texts of pairs are cut. If the stream's objective needs words, word
+        links get the numbers of the words of data/words.py."""
         words_wanted = stream.objective.words(stream.options)
         records = list[Record]()
-        texts = list[str]()
         places = zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True)
         for source_number, shard, record_number in places:
             source = self.sources[source_number]
@@ -180,7 +180,12 @@ class StepDataset(Dataset):
             if words_wanted:
                 record = source.renumber_links(record)
             records.append(record)
-            texts += record.texts
+        return records
+
+    def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
+        """Read the records of a stream, tokenise them together, and yield an example for each record."""
+        records = self.read_records(stream, table, context)
+        texts = list(chain.from_iterable(record.texts for record in records))
         # A record of running text has one text, so `follows` and `texts` have the same numbers below.
         follows = self.continues_document(table).tolist()
         if context.tokenizer.keeps_space and stream.packed:
@@ -188,7 +193,7 @@ class StepDataset(Dataset):
                 if follows[number] and not begins_with_unspaced_script(text):
                     texts[number] = " " + text
         words: list[TokenWords] | None = None
-        if words_wanted:
+        if stream.objective.words(stream.options):
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
