@@ -153,6 +153,9 @@ class Mixture:
         self.rank = rank
         self.world = world
         self.state = state or initial_state(streams.last)
+        """The state, as checkpoints have it: "step", the number of planned steps; "positions" of each stream, by its
+        name, in each of its sources; "order", see ORDER; "room", see `room`, of the last planned step. In a fork with
+        other sources, "sources_at_start" has the number of sources that each stream had before."""
         weights = list[list[np.ndarray]]()
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
