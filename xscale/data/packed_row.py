@@ -137,8 +137,8 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     """Return the packed row of these stream batches. id_if_empty: a token id; a row without any token gets two tokens
     of it."""
     parts = list(stream_batches.values())
-    tokens, row_tokens = lay_out_longest_first(parts, id_if_empty)
-    states = join_gathers(parts, row_tokens)  # its columns are tokens of the row
+    tokens, row_indices = lay_out_longest_first(parts, id_if_empty)
+    states = join_gathers(parts, row_indices)  # its columns are tokens of the row
     places, place_of_column = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, place_of_column.astype(np.int32))  # its columns are indices of `places`
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
@@ -194,12 +194,12 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     )
 
 
-def join_gathers(stream_batches: Sequence[StreamBatch], row_tokens: Sequence[np.ndarray]) -> Gather:
-    """Return the states of all stream batches. row_tokens: the index in the row of each token of each stream batch."""
+def join_gathers(stream_batches: Sequence[StreamBatch], row_indices: Sequence[np.ndarray]) -> Gather:
+    """Return the states of all stream batches. row_indices: the index in the row of each token of each stream batch."""
     gathers = list[Gather]()
-    for stream_batch, row_token in zip(stream_batches, row_tokens, strict=True):
+    for stream_batch, row_index in zip(stream_batches, row_indices, strict=True):
         for states in stream_batch.states.values():
-            gathers.append(Gather(states.offsets, row_token[states.columns]))
+            gathers.append(Gather(states.offsets, row_index[states.columns]))
     return Gather.concat(gathers)
 
 
@@ -230,17 +230,17 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
     longest_first = np.argsort(-lengths, kind="stable")
     starts = np.empty_like(lengths)
     starts[longest_first] = np.cumsum(lengths[longest_first]) - lengths[longest_first]
-    row_token = np.repeat(starts, lengths) + indices_within(lengths)
+    row_index = np.repeat(starts, lengths) + indices_within(lengths)
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=concatenate_in_order(ids, row_token),
-        positions=concatenate_in_order(positions, row_token),
-        types=concatenate_in_order(types, row_token) if has_types else None,
+        input_ids=concatenate_in_order(ids, row_index),
+        positions=concatenate_in_order(positions, row_index),
+        types=concatenate_in_order(types, row_index) if has_types else None,
         starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    return tokens, np.split(row_token, ends)[:-1]
+    return tokens, np.split(row_index, ends)[:-1]
 
 
 def concatenate_in_order(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:
