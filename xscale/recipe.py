@@ -134,6 +134,9 @@ class TrainConfig:
     null: `steps` is the length of the run."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
+    head_lr: PositiveFloat | None = None
+    """The peak learning rate of heads that start from random weights: of a masked-LM head that model.init lacks, and of
+    the heads that objectives add. The learning rate of heads rises and falls in the same steps as `lr`. null: `lr`."""
     warmup: NotNegative = 0.1
     """The number of first steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of
     `steps`."""
@@ -200,15 +203,17 @@ class TrainConfig:
         """Return `number` as a number of steps. A value below 1 is a share of the run's steps."""
         return round(number * self.steps) if number < 1 else int(number)
 
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. The rates of the first and the last step are not 0."""
+    def learning_rate(self, step: int, peak: float | None = None) -> float:
+        """Return the learning rate of a step, counted from 0. The rates of the first and the last step are not 0. peak:
+        the peak learning rate; None: `lr`."""
+        peak = peak or self.lr
         warmup = self.whole_steps(self.warmup)
         decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
         if step < warmup:
-            return self.lr * (step + 1) / warmup
+            return peak * (step + 1) / warmup
         x = max(step - (self.steps - decay), 0) / max(decay, 1)
         falls = {"linear": 1 - x, "cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
-        return self.lr * falls[self.schedule or "linear"]
+        return peak * falls[self.schedule or "linear"]
 
 
 @dataclass(frozen=True, config=STRICT)

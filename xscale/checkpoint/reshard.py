@@ -5,6 +5,7 @@ the checkpoint. DeepSpeed's universal checkpoints are not used: another program 
 again, they do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale import deepspeed_private as private
+from xscale.step.module import new_heads
 
 WEIGHT = "fp32"
 """The key of the weights in SavedGroup.flats. The other keys, such as exp_avg, are the optimizer's states."""
@@ -54,12 +56,12 @@ class SavedPartitions:
     """The weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it is
     first needed, and only the elements that `read_elements` returns are read from disk."""
 
-    def __init__(self, path: Path, names: list[str], rank_fraction: float):
+    def __init__(self, path: Path, names: list[str], rank_fraction: float, new_heads: Collection[str] = ()):
         """Open one of the files, which has the places of all parameters.
 
         names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
         number of ranks. The file at this fraction of the list of files is opened, because it probably has slices that
-        this rank needs.
+        this rank needs. new_heads: those of `names` that have parameter groups of their own, see decay_groups.
         """
         self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
@@ -72,7 +74,7 @@ class SavedPartitions:
             self.scaler, self.like = self._read_partitioned(max(number, 0))
         else:
             self.scaler = None
-            self.like = self._read_whole(names)
+            self.like = self._read_whole(names, new_heads)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
         """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the groups in
@@ -97,11 +99,12 @@ class SavedPartitions:
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 
-    def _read_whole(self, names: list[str]) -> list[SavedGroup]:
+    def _read_whole(self, names: list[str], new_heads: Collection[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
         weights, states = private.weights_and_states_of_stage_0(self.model)
-        decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
+        # The order of models/build.py's decay_groups.
+        decayed_first = sorted(names, key=lambda name: (name in new_heads, weights[name].ndim <= 1))
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
         self.opened[0] = [SavedGroup.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
@@ -127,7 +130,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
     together."""
     names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}
     base = private.torch_optimizer(engine)
-    saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
+    saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size(), new_heads(engine.module))
     fused = any(group.get("fused") for group in base.param_groups)
     private.prepare_flats_for_change(engine)
     for flat, fragments in private.partitions_and_fragments(engine):

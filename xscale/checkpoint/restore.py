@@ -65,11 +65,11 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     return weights
 
 
-def load_initial_model(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Return the model of model.init in fp32. init: a run, a checkpoint, a Hugging Face directory or a hub name.
-    dropout: the model's new dropout probability. Raises UserError."""
+def load_initial_model(init: str | Path, dropout: float) -> tuple[PreTrainedModel, bool]:
+    """Return the model of model.init in fp32, and whether it has a trained masked-LM head. init: a run, a checkpoint, a
+    Hugging Face directory or a hub name. dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run_or_checkpoint(Path(init)):
-        return load_model_of_run(init, dropout)
+        return load_model_of_run(init, dropout), True
     return load_pretrained(init, dropout)
 
 

@@ -1,6 +1,6 @@
 """Builds the run's encoder, from a preset with random weights or from a pre-trained model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,17 @@ DROPOUT_FIELDS = {
 """{type of a model: the fields of its config with dropout probabilities}. Other types have BERT's fields."""
 
 
-def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
+Load = Callable[[str | Path, float], tuple[PreTrainedModel, bool]]
+"""A function with the arguments and results of `load_pretrained`."""
+
+
+def load_pretrained(init: str | Path, dropout: float) -> tuple[PreTrainedModel, bool]:
+    """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name, and whether it has a trained
+    masked-LM head. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
     if not has_head:
         LOG.warning(f"model.init {init} has no masked-LM head, so the head starts from random weights")
-    return lm
+    return lm, has_head
 
 
 def read_pretrained(field: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
@@ -130,7 +135,7 @@ def build_encoder(
     segments: bool = False,
     neutral_trained: bool = True,
     attention_gain: float | None = None,
-    load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
+    load: Load = load_pretrained,
 ) -> Encoder:
     """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
@@ -155,8 +160,8 @@ def build_encoder(
         fresh = AutoModelForMaskedLM.from_config(config)
         if attention_gain is not None:
             redraw_attention(fresh.base_model, attention_gain)
-        return Encoder(fresh)
-    lm = load(init, dropout)
+        return Encoder(fresh, has_new_head=True)
+    lm, has_head = load(init, dropout)
     rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
@@ -170,11 +175,11 @@ def build_encoder(
             f"tokens. Set data.max_length to {limit} or less"
         )
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
-    return Encoder(lm)
+    return Encoder(lm, has_new_head=not has_head)
 
 
-def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
-    """Return a run's encoder with the weights of step 0. load: a function (model.init, dropout) -> the loaded model."""
+def initial_encoder(recipe: Recipe, corpus: Corpus, load: Load) -> Encoder:
+    """Return a run's encoder with the weights of step 0. load: loads model.init, which may also be a run."""
     model = recipe.model
     first = recipe.at(0).model
     assert model.dropout is not None and first.dropout is not None  # run/resolve.py resolve_run
@@ -346,12 +351,17 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     return names if embeddings else languages
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors)."""
-    decayed = list[nn.Parameter]()
-    others = list[nn.Parameter]()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            group = decayed if parameter.ndim > 1 else others
-            group.append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def decay_groups(model: nn.Module, weight_decay: float, new_heads: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors). The
+    parameters named in `new_heads` have two groups of their own, which the key `new_heads` marks."""
+    groups = list[dict[str, Any]]()
+    for of_new_heads in (False, True) if new_heads else (False,):
+        decayed = list[nn.Parameter]()
+        others = list[nn.Parameter]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (name in new_heads) == of_new_heads:
+                group = decayed if parameter.ndim > 1 else others
+                group.append(parameter)
+        groups.append({"params": decayed, "weight_decay": weight_decay, "new_heads": of_new_heads})
+        groups.append({"params": others, "weight_decay": 0.0, "new_heads": of_new_heads})
+    return groups

@@ -77,10 +77,12 @@ def _check_config(config: Any) -> None:
 class Encoder(nn.Module):
     """The trained model. `lm` is the Hugging Face model that export writes, with or without its masked-LM head."""
 
-    def __init__(self, lm: PreTrainedModel):
+    def __init__(self, lm: PreTrainedModel, has_new_head: bool = False):
+        """has_new_head: the masked-LM head has random weights."""
         super().__init__()
         _check_config(lm.config)
         self.lm = lm
+        self.has_new_head = has_new_head
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
         self._states = flat_or_padded_states(lm.config)

@@ -288,7 +288,7 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
     }
     owned = {key: value for key, value in values.items() if key in params or key in known}
     fill_section(params, "scheduler.params.", owned, problems)
-    fields = {"train.schedule": train.schedule, "train.decay": train.decay}
+    fields = {"train.schedule": train.schedule, "train.decay": train.decay, "train.head_lr": train.head_lr}
     for phase in recipe.phases:
         if "train.lr" in phase.fields:
             fields["train.lr of a phase"] = phase.fields["train.lr"]

@@ -71,6 +71,8 @@ class StepModule(nn.Module):
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
         """The options of the vocabulary loss in training. Evaluations have no smoothing."""
+        self.head_lr = recipe.train.head_lr
+        """The peak learning rate of new heads, or None if they have no own rate."""
         self.heads = nn.ModuleDict()
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States that no optimizer updates. They are not submodules, because DeepSpeed must neither cast nor save
@@ -249,3 +251,17 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
             f"metric {name} has shape {list(value.shape)}; it must be a scalar (the sum over all targets), or a "
             f"vector with one number for each of the {targets} targets of the loss term {term}"
         )
+
+
+def new_heads(module: nn.Module) -> list[str]:
+    """Return the names of the parameters with the learning rate train.head_lr, or [] if it is null or the module is not
+    a StepModule."""
+    names = list[str]()
+    if not isinstance(module, StepModule) or module.head_lr is None:
+        return names
+    body = f"encoder.lm.{module.encoder.lm.base_model_prefix}."
+    for name, _ in module.named_parameters():
+        is_new_masked_lm_head = module.encoder.has_new_head and not name.startswith(body)
+        if is_new_masked_lm_head or not name.startswith("encoder."):
+            names.append(name)
+    return names

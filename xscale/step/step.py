@@ -255,10 +255,11 @@ def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
 
 
 def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
-    """Set the recipe's learning rate of a step, unless the ds_config has a scheduler. Returns the rate."""
+    """Set the recipe's learning rates of a step, unless the ds_config has a scheduler. Returns the encoder's rate."""
     if engine.lr_scheduler is None:
         for group in engine.optimizer.param_groups:
-            group["lr"] = recipe.train.learning_rate(step)
+            peak = recipe.train.head_lr if group.get("new_heads") else None
+            group["lr"] = recipe.train.learning_rate(step, peak)
     return float(engine.get_lr()[0])
 
 
