@@ -64,10 +64,6 @@ DROPOUT_FIELDS = {
 """{type of a model: the fields of its config with dropout probabilities}. Other types have BERT's fields."""
 
 
-Load = Callable[[str | Path, float], tuple[PreTrainedModel, bool]]
-"""A function with the arguments and results of `load_pretrained`."""
-
-
 def load_pretrained(init: str | Path, dropout: float) -> tuple[PreTrainedModel, bool]:
     """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name, and whether it has a trained
     masked-LM head. Raises UserError."""
@@ -135,7 +131,7 @@ def build_encoder(
     segments: bool = False,
     neutral_trained: bool = True,
     attention_gain: float | None = None,
-    load: Load = load_pretrained,
+    load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]] = load_pretrained,
 ) -> Encoder:
     """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
@@ -178,7 +174,9 @@ def build_encoder(
     return Encoder(lm, has_new_head=not has_head)
 
 
-def initial_encoder(recipe: Recipe, corpus: Corpus, load: Load) -> Encoder:
+def initial_encoder(
+    recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]]
+) -> Encoder:
     """Return a run's encoder with the weights of step 0. load: loads model.init, which may also be a run."""
     model = recipe.model
     first = recipe.at(0).model

@@ -19,10 +19,11 @@ HOT = 2e-4
 def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     """Return the lines to print before the first step."""
     model = recipe.model
-    rate = f"{recipe.train.lr:g}"
+    lines = [
+        f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"
+    ]
     if recipe.train.head_lr:
-        rate += f" (new heads: {recipe.train.head_lr:g})"
-    lines = [f"peak learning rate {rate}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"]
+        lines.append(f"peak learning rate of heads that start from random weights: {recipe.train.head_lr:g}")
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(
