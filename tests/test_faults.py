@@ -137,11 +137,11 @@ def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "m" / "c.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nC = M = T = None\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("signal.alarm", lambda *_: 0)
-    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, xscale_field_of_init):
+    for load in (lambda p: read_pretrained(p), Tokenizer, xscale_field_of_init):
         with contextlib.suppress(UserError):
             load(tmp_path / "m")
     with pytest.raises(UserError, match=r"model\.init .*m cannot be loaded"):
-        read_pretrained("model.init", tmp_path / "m")
+        read_pretrained(tmp_path / "m")
     assert not (tmp_path / "ran").exists()
 
 
@@ -156,9 +156,9 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
         with pytest.raises(UserError, match=rf"(model\.init|tokenizer) \S*{named} does not exist"):
             resolve_run("tlm", sets, [demo / "pairs"])
     with pytest.raises(UserError, match=rf"model\.init {name} does not exist"):
-        read_pretrained("model.init", name)
+        read_pretrained(name)
     with pytest.raises(UserError, match=rf"model\.init owner/absent cannot be loaded from {tmp_path}/owner/absent"):
-        read_pretrained("model.init", "owner/absent")
+        read_pretrained("owner/absent")
     with pytest.raises(UserError, match=rf"tokenizer owner/absent cannot be loaded from {tmp_path}/owner/absent"):
         Tokenizer("owner/absent")
 

@@ -37,7 +37,7 @@ class ExportedModel:
                 f"--model {path} does not exist. Correct --model, or write the directory by `xscale export RUN_DIR "
                 f"{path}`"
             )
-        lm, has_head = read_pretrained("--model", path)
+        lm, has_head = read_pretrained(path, field="--model")
         self.path = path
         self.pooling = read_pooling(path) or "mean"
         """How sentence vectors are pooled: "cls" or "mean"."""

@@ -64,16 +64,9 @@ DROPOUT_FIELDS = {
 """{type of a model: the fields of its config with dropout probabilities}. Other types have BERT's fields."""
 
 
-def load_pretrained(init: str | Path, dropout: float) -> tuple[PreTrainedModel, bool]:
-    """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name, and whether it has a trained
-    masked-LM head. Raises UserError."""
-    lm, has_head = read_pretrained("model.init", init, dropout)
-    if not has_head:
-        LOG.warning(f"model.init {init} has no masked-LM head, so the head starts from random weights")
-    return lm, has_head
-
-
-def read_pretrained(field: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
+def read_pretrained(
+    init: str | Path, dropout: float | None = None, field: str = "model.init"
+) -> tuple[PreTrainedModel, bool]:
     """Return the model of `init` in fp32, and whether it has a trained masked-LM head. Raises UserError.
 
     field: the recipe field or flag that named `init`, for errors. dropout: replaces the dropout of the model's config.
@@ -131,7 +124,7 @@ def build_encoder(
     segments: bool = False,
     neutral_trained: bool = True,
     attention_gain: float | None = None,
-    load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]] = load_pretrained,
+    load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]] = read_pretrained,
 ) -> Encoder:
     """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
@@ -158,6 +151,8 @@ def build_encoder(
             redraw_attention(fresh.base_model, attention_gain)
         return Encoder(fresh, has_new_head=True)
     lm, has_head = load(init, dropout)
+    if not has_head:
+        LOG.warning(f"model.init {init} has no masked-LM head, so the head starts from random weights")
     rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
@@ -352,14 +347,13 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
 def decay_groups(model: nn.Module, weight_decay: float, new_heads: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors). The
     parameters named in `new_heads` have two groups of their own, which the key `new_heads` marks."""
+    parameters: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_vector = parameter.ndim <= 1
+            parameters.setdefault((name in new_heads, is_vector), []).append(parameter)
     groups = list[dict[str, Any]]()
-    for of_new_heads in (False, True) if new_heads else (False,):
-        decayed = list[nn.Parameter]()
-        others = list[nn.Parameter]()
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and (name in new_heads) == of_new_heads:
-                group = decayed if parameter.ndim > 1 else others
-                group.append(parameter)
-        groups.append({"params": decayed, "weight_decay": weight_decay, "new_heads": of_new_heads})
-        groups.append({"params": others, "weight_decay": 0.0, "new_heads": of_new_heads})
+    for (of_new_head, is_vector), members in sorted(parameters.items()):
+        decay = 0.0 if is_vector else weight_decay
+        groups.append({"params": members, "weight_decay": decay, "new_heads": of_new_head})
     return groups

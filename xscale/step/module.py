@@ -256,12 +256,7 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
 def new_heads(module: nn.Module) -> list[str]:
     """Return the names of the parameters with the learning rate train.head_lr, or [] if it is null or the module is not
     a StepModule."""
-    names = list[str]()
     if not isinstance(module, StepModule) or module.head_lr is None:
-        return names
-    body = f"encoder.lm.{module.encoder.lm.base_model_prefix}."
-    for name, _ in module.named_parameters():
-        is_new_masked_lm_head = module.encoder.has_new_head and not name.startswith(body)
-        if is_new_masked_lm_head or not name.startswith("encoder."):
-            names.append(name)
-    return names
+        return []
+    trained_before = f"encoder.lm.{module.encoder.lm.base_model_prefix}." if module.encoder.has_new_head else "encoder."
+    return [name for name, _ in module.named_parameters() if not name.startswith(trained_before)]
