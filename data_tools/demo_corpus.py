@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     build(args.out, args.pairs, args.mono, args.seed)
     print(
         f"{args.out} has about {args.pairs:,} en-xx pairs, {args.mono:,} sentences in en and {args.mono:,} in xx, a "
-        "fifth as much text with yy, a tokenizer and dictionaries"
+        "fifth as many en-yy pairs and yy sentences (xx and yy are invented languages), a tokenizer and dictionaries"
     )
 
 

@@ -135,7 +135,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
                 "the version of xscale, corpus.yaml or a file that corpus.yaml lists has changed since the command was "
                 f"first started, and the old work is in {folder}. Remove {folder} to begin again"
             )
-        print(f"{folder} has finished tasks of an earlier start. These tasks are not repeated", file=sys.stderr)
+        print(f"{folder} has tasks that an earlier command finished. These tasks are not repeated", file=sys.stderr)
     steps.write_json(path, stamp)
 
 
@@ -148,7 +148,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(
-                f"step {name}: all {count:,} tasks are done ({len(left):,} tasks since this start)",
+                f"step {name}: all {count:,} tasks are done, {len(left):,} of them by this command",
                 file=sys.stderr,
                 flush=True,
             )

@@ -221,7 +221,7 @@ def test_a_manifest_of_another_version_is_refused_by_its_keys(run: Path) -> None
     seal(newest, 8, {"excluded_steps": []})  # of version 0.2, in a run that never went back
     assert checkpoints.read_checkpoint(newest).step == 8
     seal(newest, 8, {"excluded_steps": [5]})
-    with pytest.raises(UserError, match=r"key excluded_steps shows that another .*\. Continue the run"):
+    with pytest.raises(UserError, match=r"key `excluded_steps` shows that another .*\. Continue the run"):
         checkpoints.read_checkpoint(newest)
 
 

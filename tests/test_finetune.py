@@ -398,7 +398,7 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
     assert [example.place[-1] for example in plan[1].examples[::2]] == ["0", "1", "2", "5"]
     with pytest.raises(UserError, match=r"de: line 0 has the label y, but the original in en has the label x"):
         switch_languages(text_of("en"), text_of("de", labels="yx"))
-    with pytest.raises(UserError, match=r"en and de have no line number or question id in common"):
+    with pytest.raises(UserError, match=r"no example of en has a translation in de"):
         switch_languages(text_of("en")[:2], text_of("de")[2:])
 
 

@@ -106,7 +106,12 @@ WRONG = [
         "collate",
         "states.'source'. with columns from 1000000 ",
     ),
-    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "the returned target_counts do not have rank"),
+    (
+        '{"rank": len(pairs)}',
+        '{"rnak": len(pairs)}',
+        "collate",
+        "that collate returned have no key 'rank'",
+    ),
     (
         "samples=len(pairs)",
         'samples=len(pairs), labels={"odd": first.ids}',

@@ -59,7 +59,7 @@ def main() -> int:
         metavar="K",
         help="export only the first K layers; the hidden states of layer K are the output",
     )
-    add("--push", metavar="REPO", help="upload the export to the repository USER/NAME of the Hugging Face Hub")
+    add("--push", metavar="REPO", help="upload the exported model to the repository USER/NAME of the Hugging Face Hub")
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
@@ -206,8 +206,8 @@ def push_to_hub(folder: Path, repo: str) -> None:
     except Exception as error:  # the hub's HTTP library, and so its exceptions, differ between versions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--push {repo}: the upload failed ({reason}). The export in {folder} is complete. Log in by `hf auth "
-            f"login`, then run `hf upload --private {repo} {folder}`"
+            f"--push {repo}: the upload failed ({reason}). The exported model in {folder} is complete. Log in by `hf "
+            f"auth login`, then run `hf upload --private {repo} {folder}`"
         ) from None
 
 

@@ -88,9 +88,9 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens in a sequence, including special tokens such as [CLS]."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What a stream does with sentence pairs of more than `max_length` tokens. drop: the stream leaves these pairs out;
-    truncate: the stream cuts these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of the
-    stream's en-de pairs that are too long."""
+    """What a stream does with pairs whose two sentences together have more than `max_length` tokens. drop: the stream
+    leaves these pairs out; truncate: the stream cuts these pairs to `max_length` tokens. The metric
+    `too_long/STREAM/en-de` is the share of the stream's en-de pairs that are too long."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
     the second one has token type 1. false: both sentences have token type 0. Both sentences also have token type 0 if

@@ -46,11 +46,13 @@ class Record(NamedTuple):
             texts = tuple(fields["texts"])
         except (KeyError, TypeError):
             raise ValueError(
-                f"{fields!r:.60} is not a record. A record needs the field key, and the fields langs and texts, which "
-                "must be lists"
+                f"{fields!r:.60} is not a record. A record needs the field `key`, and the fields `langs` and `texts`, "
+                "which must be lists"
             ) from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
-            raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key must be a string")
+            raise ValueError(
+                f"record {key!r}: `langs` and `texts` must be lists of strings, and `key` must be a string"
+            )
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(
                 f"record {key!r}: the record has {len(langs)} langs and {len(texts)} texts, and must have 1 lang "
@@ -59,15 +61,15 @@ class Record(NamedTuple):
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(
-                    f"record {key!r} has {text!r:.60} in langs or texts. Each item of langs and texts must be a string "
+                    f"record {key!r} has {text!r:.60} in `langs` or `texts`. Each item of both must be a string "
                     "that is not blank"
                 )
         links = fields.get("links")
         doc = fields.get("doc")
         if not isinstance(links, str | None) or not isinstance(doc, str | int | None):
             raise ValueError(
-                f"record {key!r} has links {links!r} and doc {doc!r}. If present, links must be a string such as "
-                "'0-0 1-2', and doc must be a string or a whole number"
+                f"record {key!r} has `links` {links!r} and `doc` {doc!r}. If present, `links` must be a string such as "
+                "'0-0 1-2', and `doc` must be a string or a whole number"
             )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
             raise ValueError(f"record {key!r}: UTF-8 cannot encode the key, because of an unpaired surrogate in it")

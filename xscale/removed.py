@@ -24,7 +24,7 @@ FLAGS: dict[str, str] = {
     # One line for each flag.
     "eval.finetune --source": "write the source language as the first language of --train",
     "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "run eflomal; pass its links by --links, and its input by --links_src and --links_tgt",
+    "write_shards --symmetrize": "run eflomal, symmetrize its word alignments, and pass the result by --links FILE",
     "--data_change": "use `--fork RUN@STEP --out NEW` with more --data; the fork continues the old data from STEP on",
     "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
     "--parts": "start one job per task, each with another --task and --out",
@@ -32,7 +32,7 @@ FLAGS: dict[str, str] = {
     "--card": "write scores into the card of a model by `huggingface_hub.metadata_update`",
     "eval.run --lexicon_heldout": "the task `alignment` uses data.lexicon_heldout of the recipe that trained the model",
     "eval.run --pairs": "all pairs with English are measured; if --texts has no English, all pairs are measured",
-    "--mteb": "run `mteb run -m HF_DIR -t TASK`; an export is a model of sentence-transformers",
+    "--mteb": "run `mteb run -m HF_DIR -t TASK`; exported models are models of sentence-transformers",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
     "--mining_dev": "use the task BUCC of mteb, which chooses the threshold itself",
     "--xsim_plus": "use xsim.py of LASER on the vectors of `SentenceTransformer(HF_DIR).encode`",
@@ -55,7 +55,7 @@ FIELDS: dict[str, str] = {
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha lowers the epochs of small languages",
     "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",
-    "model.rope_theta": "change rope_theta in the config.json of an export, and set model.init to the export",
+    "model.rope_theta": "change rope_theta in config.json of an exported model, and set model.init to its folder",
     "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
     "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every saves time",
     "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards at URLs",
@@ -111,7 +111,7 @@ CORPUS_KEYS: dict[str, str] = {
 
 COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale train --dry_run` checks recipe and data; `ds_report` checks the machine",
-    "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
+    "xscale.merge": "export the models by `xscale export`, and merge the exported models by mergekit",
     # One line for each command.
     "data_tools.align": "use `xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
     "data_tools.derive": "use `python benchmarks/papers/derive.py` in a checkout, with the same flags",

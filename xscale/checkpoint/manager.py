@@ -188,10 +188,10 @@ def check_types(folder: Path, written: WrittenFiles) -> None:
     if isinstance(written, OSError):
         return
     for name in written:
-        foreign = store.find_unsafe_types(folder / name) if name.endswith(".pt") else []
-        if foreign:
+        problem = store.find_unsafe_content(folder / name) if name.endswith(".pt") else None
+        if problem:
             files.remove(folder)
             raise UserError(
-                f"the new checkpoint's file {name} has the Python types {', '.join(foreign)}, which xscale does not "
-                "load. Install the version of DeepSpeed in the file constraints.txt of the xscale repository"
+                f"the new checkpoint's file {name} {problem}. Install the version of DeepSpeed in the file "
+                "constraints.txt of the xscale repository"
             )

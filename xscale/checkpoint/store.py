@@ -132,19 +132,20 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
         return f"has {size:,} bytes instead of {expected['bytes']:,}"
     if files.sha256_file(file) != expected["sha256"]:
         return f"does not have the SHA-256 that {MANIFEST} lists"
-    foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
-    if foreign:
-        return f"has {', '.join(foreign)}, which xscale does not load, because loading may run code"
-    return None
+    return find_unsafe_content(file) if file.suffix == ".pt" else None
 
 
-def find_unsafe_types(path: Path) -> list[str]:
-    """Return the names of the types in a file of torch.save that may not be harmless. No code of the file is run."""
+def find_unsafe_content(path: Path) -> str | None:
+    """Return a description of what xscale does not load in a file of torch.save, or None. No code of the file is
+    run."""
     try:
         types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
-        return [f"content that cannot be read ({str(error).splitlines()[0][:80]})"]
-    return sorted(set(types) - KNOWN_TYPES)
+        return f"cannot be read as a file of torch.save ({str(error).splitlines()[0][:80]})"
+    foreign = sorted(set(types) - KNOWN_TYPES)
+    if foreign:
+        return f"has the Python types {', '.join(foreign)}, which xscale does not load, because loading may run code"
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -152,16 +153,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key {OWN_HASH}")
+            raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
-                raise ValueError(f"the key {key} is missing or has a wrong type")
+                raise ValueError(f"the key `{key}` is missing or has a wrong type")
         for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
             if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
                 raise ValueError(
-                    f"the key {key} shows that another version of xscale wrote the checkpoint. Continue the run with "
-                    "that version, or export the model with that version and set model.init to the export"
+                    f"the key `{key}` shows that another version of xscale wrote the checkpoint. Continue the run with "
+                    "that version, or export the model with that version and set model.init to the exported model"
                 )
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:

@@ -298,8 +298,7 @@ def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
     raise UserError(
-        "there is no "
-        f"tokenizer{f' in model.init {init}, and no folder tokenizer/' if init else ' folder tokenizer/'} in "
+        f"there is no {f'tokenizer in model.init {init}, and no folder' if init else 'folder'} tokenizer/ in "
         f"{data} or its parent folder. Train a tokenizer: `xscale data tokenizer --data {data} --out "
         f"{data / 'tokenizer'}`, or set model.tokenizer=DIR"
     )

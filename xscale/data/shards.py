@@ -411,7 +411,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
-        reason = f"the field {error} is missing" if isinstance(error, KeyError) else error
+        reason = f"the field `{error.args[0]}` is missing" if isinstance(error, KeyError) else error
         raise UserError(
             f"{path} is not an index of shards ({reason}). Write the index again by `xscale data index {directory}`"
         ) from None
@@ -431,29 +431,29 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
-            raise ValueError(f"the field {name} is {index[name]!r}, and must be of type {kind.__name__}")
+            raise ValueError(f"the field `{name}` is {index[name]!r}, and must be of type {kind.__name__}")
     check_language_names(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
         raise ValueError(
-            f"the field kind is {index['kind']!r}, and the field langs is {index['langs']}. The kind must be pair "
-            "for two languages, and mono for one language"
+            f"the field `kind` is {index['kind']!r}, but the field `langs` is {index['langs']}. `kind` must be 'pair' "
+            "for two languages, and 'mono' for one language"
         )
     if index["layout"] not in LAYOUTS:
-        raise ValueError(f"the field layout is {index['layout']!r}, and must be {' or '.join(LAYOUTS)}")
+        raise ValueError(f"the field `layout` is {index['layout']!r}, and must be {' or '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"the field segmentation is {index['segmentation']!r}, and must be a JSON object")
+        raise ValueError(f"the field `segmentation` is {index['segmentation']!r}, and must be a JSON object")
     if type(index.get("linked", 0)) is not int:
-        raise ValueError(f"the field linked is {index['linked']!r}, and must be a whole number")
+        raise ValueError(f"the field `linked` is {index['linked']!r}, and must be a whole number")
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(
-                f"shard {name!r} has records {records!r}, bytes {size!r} and idx_crc32 {crc!r}. All three must be "
-                "whole numbers; records must be 1 or more, and bytes 0 or more"
+                f"shard {name!r} has `records` {records!r}, `bytes` {size!r} and `idx_crc32` {crc!r}. All three must "
+                "be whole numbers; `records` must be 1 or more, and `bytes` 0 or more"
             )
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(
-                f"shard {name!r} has sha256 {sha256!r}. The name must be that of a tar file, and the sha256 a string"
+                f"shard {name!r} has `sha256` {sha256!r}. The name must end with .tar, and `sha256` must be a string"
             )
     for name, times in Counter(shard.name for shard in shards).items():
         if times > 1:
@@ -461,8 +461,8 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     total = sum(shard.records for shard in shards)
     if not shards or index["records"] != total:
         raise ValueError(
-            f"the field records is {index['records']}, and the shards have {total} records. The numbers must be equal, "
-            "and 1 or more"
+            f"the field `records` is {index['records']}, but the shards have {total} records. The numbers must be "
+            "equal, and 1 or more"
         )
     return shards
 
@@ -471,10 +471,10 @@ def check_language_names(langs: list[str] | tuple[str, ...]) -> None:
     """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(
-            f"langs {list(langs)} are not names of languages, such as en. A name must not have spaces or slashes"
+            f"`langs` {list(langs)} are not names of languages, such as en. A name must not have spaces or slashes"
         )
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
-        raise ValueError(f"langs {list(langs)} must be one language or two different languages")
+        raise ValueError(f"`langs` {list(langs)} must be one language or two different languages")
 
 
 def source_fingerprint(index: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ from xscale.recipe import STRICT, Count, NotNegative
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: NotNegative = 10.0
-    """The factor alpha of L_ALIGN."""
+    """The factor alpha of L_ALIGN, the loss of dictionary entries."""
     subwords: Literal["mean", "single"] = "mean"
     """How L_ALIGN treats a word of several tokens. mean: the mean of the tokens' input embeddings stands for the word.
     single: L_ALIGN leaves out dictionary entries with such words."""

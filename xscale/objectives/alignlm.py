@@ -45,7 +45,7 @@ class AlignLMOptions:
     mask_prob: Fraction = 0.30
     """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
     bilingual_weight: NotNegative = 1.0
-    """The factor lambda of L_bp."""
+    """The factor lambda of L_bp, the loss of the prediction from the aligned words."""
     expand: Literal["all", "first"] = "all"
     """Which tokens of two aligned words are linked. all: each token of one word with each token of the other word.
     first: only the first tokens of the two words."""

@@ -64,10 +64,11 @@ class PpaOptions:
     tokens except special tokens, as in the paper's footnote 1."""
     queue_size: Count = 32000
     """The number K of sentence vectors in the queue. The queue has the vectors of the sentences that the key encoder
-    has encoded last; L_MoCo uses these vectors as negatives. K must be at least the stream's `samples`."""
+    (a moving average of the trained encoder) has encoded last. L_MoCo uses these vectors as negatives. K must be at
+    least the stream's `samples`."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """The momentum m of the key encoder. After each update of the trained encoder, each weight of the key encoder
-    becomes m * key + (1 - m) * trained."""
+    """The momentum m of the key encoder, a moving average of the trained encoder. After each update of the trained
+    encoder, each weight of the key encoder becomes m * key + (1 - m) * trained."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
     """The value that m has at the end of the run; it must be at least `momentum`. m rises from `momentum` to this value
     along half a cosine, as in BYOL (Grill et al. 2020). null: m stays constant."""
@@ -76,17 +77,19 @@ class PpaOptions:
     normalize_z: bool = True
     """true: z is L2-normalised, as in MoCo."""
     prefill: bool = True
-    """true: the key encoder fills the queue before the first step. false: the queue fills during training."""
+    """true: the run fills the queue of sentence vectors before the first step. false: the queue fills during
+    training."""
     momentum_eval: bool = False
-    """true: the key encoder runs without dropout."""
+    """true: the key encoder (the momentum copy of the trained encoder) runs without dropout."""
     moco_weight: NotNegative = 1.0
-    """The factor of L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key encoder (the row "-MoCo"
-    in Table 5 of the paper)."""
+    """The factor of the contrastive loss L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key
+    encoder (the row "-MoCo" in Table 5 of the paper)."""
     tlm_weight: NotNegative = 1.0
-    """The factor of L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in Table 5)."""
+    """The factor of the TLM loss L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in Table 5 of
+    the paper)."""
     replace_tlm_with_mlm: bool = False
     """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
-    (the row "repl TLM w/ MLM" in Table 5)."""
+    (the row "repl TLM w/ MLM" in Table 5 of the paper)."""
     mask_prob: Fraction = 0.15
     """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
 
@@ -131,10 +134,10 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     if not options.moco_weight or steps >= 3 * follows:
         return []
     return [
-        f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about {follows:,.0f} "
-        f"steps, so in a run of {steps:,} steps the key encoder stays near the initial weights. Train for "
-        f"{3 * follows:,.0f} steps or more, or set a smaller momentum. Do not set a momentum below 0.95: the "
-        "encoder may then learn the age of the queue's vectors instead of the meaning of sentences"
+        f"momentum: with {options.momentum}, the weights of the momentum encoder are a mean over about "
+        f"{follows:,.0f} steps, so in a run of {steps:,} steps the momentum encoder stays near the initial weights. "
+        f"Train for {3 * follows:,.0f} steps or more, or set a smaller momentum. Do not set a momentum below 0.95: the "
+        "encoder may then learn the age of the vectors in PPA's queue instead of the meaning of sentences"
     ]
 
 

@@ -223,7 +223,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         warm_up = prefill_loader(loader, name)
         wanted = auxiliary_state.prefill_samples
         have = 0
-        LOG.info(f"streams.{name}: before step 1, the key encoder encodes {wanted:,} samples to fill the queue")
+        LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
         steps = 2 * -(-wanted // warm_up.streams[0].samples)
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.streams), steps):
             for number, row in enumerate(batch.rows):
@@ -237,6 +237,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
                 break
         if have < wanted:
             LOG.warning(
-                f"streams.{name}: the queue starts with only {have:,} of {wanted:,} samples, because most pairs "
-                "are longer than data.max_length. Set a larger data.max_length or data.overlong=truncate"
+                f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "
+                f"{have:,} of {wanted:,} vectors, because most pairs are longer than data.max_length. Raise "
+                "data.max_length, or set data.overlong=truncate"
             )

@@ -228,24 +228,26 @@ def encoder_states(encoder: Encoder, row: Row) -> States:
 
 def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
     """Assert that the result of an objective, which may be another package's, fits its stream batch."""
-    assert isinstance(losses, Losses), f"loss returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)"
+    assert isinstance(losses, Losses), (
+        f"`loss` returned {type(losses).__name__}, not Losses of xscale/objectives/base.py"
+    )
     labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
     predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
     assert predicted == labels, (
-        f"loss returned the predictions {predicted}, but collate returned the labels {labels}. Both are "
+        f"`loss` returned the predictions {predicted}, but `collate` returned the labels {labels}. Both are "
         "lists of (term, number of targets), and must be equal"
     )
     for term, value in losses.sums.items():
         assert loss_key(stream, term) in weights, (
-            f"loss returned sums with {term!r}, which is not a term of the objective"
+            f"`loss` returned sums with {term!r}, which is not a term of the objective"
         )
-        assert value.numel() == 1, f"loss returned sums[{term!r}] of shape {list(value.shape)} instead of a scalar"
+        assert value.numel() == 1, f"`loss` returned sums[{term!r}] of shape {list(value.shape)} instead of a scalar"
     for name, (value, term) in losses.metrics.items():
         targets = row.counts.get(count_key(stream, term))
-        assert name != "loss", "loss returned a metric with the name loss; choose another name"
+        assert name != "loss", "`loss` returned a metric with the name loss; choose another name"
         assert targets is not None, (
-            f"loss returned the metric {name} of the term {term!r}, which is not in the target_counts "
-            "that collate returned"
+            f"`loss` returned the metric {name} of the term {term!r}, which is not in the `target_counts` "
+            "that `collate` returned"
         )
         assert not value.ndim or value.shape == (targets,), (
             f"metric {name} has shape {list(value.shape)}; it must be a scalar (the sum over all targets), or a "

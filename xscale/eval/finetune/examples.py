@@ -174,7 +174,7 @@ def column_value(row: Columns, name: str, kind: type) -> Any:
     value = row.get(name)
     if name not in row or not isinstance(value, kind):
         raise UserError(
-            f"the column {name} is missing, or its value {value!r} is not of type {kind.__name__}. The columns are "
+            f"the column `{name}` is missing, or its value {value!r} is not of type {kind.__name__}. The columns are "
             f"{', '.join(row)}: rename or correct the columns"
         )
     return value

@@ -112,8 +112,9 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
             switched.append(replace(second, languages=languages, texts=(first.texts[0], second.texts[1])))
     if not switched:
         raise UserError(
-            f"--code_switch: {source[0].path} and {translated[0].path} have no line number or question id in "
-            "common. Write each translation at the line number, or with the question id, of the original"
+            f"--code_switch: no example of {source[0].path} has a translation in {translated[0].path}. Line n of the "
+            "second file must translate line n of the first; in the tasks xquad and mlqa, a translated question must "
+            "have the id of the original question"
         )
     print_once(
         f"{translated[0].path} has translations of {len(switched) // 2:,} of the {len(source):,} examples in "
