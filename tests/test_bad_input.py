@@ -364,7 +364,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ),
         (
             [("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')],
-            "record 0: record None: .* key must be a string",
+            "record 0: record None: .* `key` must be a string",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],

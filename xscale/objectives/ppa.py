@@ -67,8 +67,8 @@ class PpaOptions:
     (a moving average of the trained encoder) has encoded last. L_MoCo uses these vectors as negatives. K must be at
     least the stream's `samples`."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """The momentum m of the key encoder, a moving average of the trained encoder. After each update of the trained
-    encoder, each weight of the key encoder becomes m * key + (1 - m) * trained."""
+    """The momentum m of the key encoder, a moving average of the trained encoder. After each update, each weight of
+    the key encoder becomes m * key + (1 - m) * trained."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
     """The value that m has at the end of the run; it must be at least `momentum`. m rises from `momentum` to this value
     along half a cosine, as in BYOL (Grill et al. 2020). null: m stays constant."""
@@ -80,16 +80,16 @@ class PpaOptions:
     """true: the run fills the queue of sentence vectors before the first step. false: the queue fills during
     training."""
     momentum_eval: bool = False
-    """true: the key encoder (the momentum copy of the trained encoder) runs without dropout."""
+    """true: the key encoder (a moving average of the trained encoder) runs without dropout."""
     moco_weight: NotNegative = 1.0
     """The factor of the contrastive loss L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key
     encoder (the row "-MoCo" in Table 5 of the paper)."""
     tlm_weight: NotNegative = 1.0
-    """The factor of the TLM loss L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in Table 5 of
-    the paper)."""
+    """The factor of the TLM loss L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in
+    Table 5)."""
     replace_tlm_with_mlm: bool = False
     """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
-    (the row "repl TLM w/ MLM" in Table 5 of the paper)."""
+    (the row "repl TLM w/ MLM" in Table 5)."""
     mask_prob: Fraction = 0.15
     """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
 
