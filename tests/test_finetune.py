@@ -119,7 +119,7 @@ BAD = {
         "xnli",
         "a.jsonl",
         '{"premise": "a", "b": "c"}\n',
-        "row 1: .*hypothesis is missing.*premise, b",
+        "row 1: .*`hypothesis` is missing.*premise, b",
     ),
     "a number": (
         "xnli",
