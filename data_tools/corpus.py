@@ -213,7 +213,7 @@ class SourceSpec(Strict):
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
             raise ValueError(
                 "columns and links: a source with `tsv` needs numbers of columns, counted from 1, such as "
-                "columns: [1, 2] and, for a column of word links, links: 3"
+                "columns: [1, 2] and, for a column of word alignments, links: 3"
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
@@ -223,7 +223,7 @@ class SourceSpec(Strict):
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
         if self.linked and not self.links:
-            raise ValueError("linked: this key needs a file of links. Write links: FILE")
+            raise ValueError("linked: this key needs a file of word alignments. Write links: FILE")
 
 
 class TokenizerSpec(Strict):
@@ -393,8 +393,8 @@ def move_align_links(place: str, tree: dict[str, Any]) -> None:
             of_pairs.append(source)
     if align.keys() != {"links"} or not align["links"] or len(of_pairs) != 1 or of_pairs[0].get("links") is not None:
         raise UserError(
-            f"{place}: align is {align}, and must be true or false. Write `align: true` to make word links. To use "
-            "files of word links, write `links: FILE` in each source of pairs"
+            f"{place}: align is {align}, and must be true or false. Write `align: true` to make word alignments. To "
+            "use files of word alignments, write `links: FILE` in each source of pairs"
         )
     of_pairs[0]["links"] = align["links"]
     tree["align"] = False

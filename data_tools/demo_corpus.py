@@ -29,7 +29,7 @@ HELDOUT = 1000
 CORPUS = """\
 # This file tells `xscale data prepare` how to read the files in raw/. docs/reference/corpus.md describes every key.
 sources:
-  # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
+  # Columns 1 and 2 are the two texts. Column 3 has word alignments, which AlignLM and contextual alignment need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
   - {name: pairs_yy, pairs: [en, yy], tmx: "RAW/en-yy.tmx"}
   # These folders have documents in the format of the tool WikiExtractor. prepare splits documents into sentences.

@@ -3,8 +3,8 @@
     xscale data index DIR [--langs en de]
 
 Tars may have `.jsonl` members (one record per line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
-KEY.links.txt), or KEY.txt with --langs. The numbers in a sample's word links count words between white space, unless
-the key `segmentation` of an existing index.json names other words.
+KEY.links.txt), or KEY.txt with --langs. The numbers in a sample's word alignments count words between white space,
+unless the key `segmentation` of an existing index.json names other words.
 """
 
 import argparse
@@ -301,7 +301,7 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     if left_out:
         line += f"; texts of the input that were left out: {', '.join(left_out)}"
     if dropped:
-        line += f"; {dropped:,} word links were left out, such as links between a word and a punctuation mark"
+        line += f"; {dropped:,} links were left out of word alignments, such as a link of a word to a punctuation mark"
     return line
 
 

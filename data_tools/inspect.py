@@ -3,7 +3,7 @@
     xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json FILE]
 
 A word is a run of letters and digits, or a single symbol (xscale/data/words.py). The command prints these statistics of
-word links. The first two have one number for each of the two languages:
+word alignments, which consist of links of two words. The first two have one number for each of the two languages:
 
     words                  mean number of words of a text
     linked_share           share of the words that have a link
@@ -150,14 +150,14 @@ def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> 
     if "documents" in source.index:
         print(f"  sentences per document: mean {source.records / source.index['documents']:.1f}")
     linked = [record for record in records if record.links is not None]
-    print(f"  records with word links: {len(linked) / len(records):.0%}")
+    print(f"  records with word alignments: {len(linked) / len(records):.0%}")
     links = None
     if linked:
         links = link_statistics(linked)
         if tokenizer:
             links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
-            print(f"  word links: {name} {value}")
+            print(f"  word alignments: {name} {value}")
     for number in evenly_spaced(len(records), shown):
         print("  " + records[number].to_json())
     return {"directory": str(source.directory), "name": source.name, "kind": source.kind, "records": source.records,
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="also write the number of records and the statistics of word links to this file",
+        help="also write the number of records and the statistics of word alignments to this file",
     )
     args = parser.parse_args(argv)
     if args.show < 0:

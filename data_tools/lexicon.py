@@ -1,13 +1,13 @@
-"""Make a bilingual dictionary: join, filter or sample existing dictionaries, or make one from word links.
+"""Make a bilingual dictionary: join, filter or sample existing dictionaries, or make one from word alignments.
 
     xscale data lexicon --dict en-de.txt ... --out out/en-de.txt [--share 0.25] [--drop_identical]
     xscale data lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
     xscale data lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
 
 The name of a file, such as en-de.txt, gives the languages of its columns. --out must name the languages in the same
-order. Entries keep the order of the input; entries from word links begin with the most frequent. --share samples the
-vocabulary, as Tang et al. (2022) do: it chooses words of the first column by a hash of the word, and keeps all entries
-of each chosen word. A sample of 10 % is a part of the sample of 20 %.
+order. Entries keep the order of the input; entries from word alignments begin with the most frequent. --share samples
+the vocabulary, as Tang et al. (2022) do: it chooses words of the first column by a hash of the word, and keeps all
+entries of each chosen word. A sample of 10 % is a part of the sample of 20 %.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     if not counts.links:
         names = ", ".join(str(source.directory) for source in sources)
         raise UserError(
-            f"{names}: the shards have no word links. Write the shards again by `xscale data write_shards pairs "
+            f"{names}: the shards have no word alignments. Write the shards again by `xscale data write_shards pairs "
             "... --align` (or `--links FILE`)"
         )
     return counts
@@ -153,7 +153,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="make the dictionary from the word links in these shards",
+        help="make the dictionary from the word alignments in these shards",
     )
     parser.add_argument(
         "--out",
@@ -166,15 +166,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--min_count",
         type=int,
         default=2,
-        help="with --from_links, minimum number of links between the two words of an entry (default: 2)",
+        help="with --from_links, how often the two words of an entry must be aligned at least (default: 2)",
     )
     parser.add_argument(
         "--min_share",
         type=float,
         default=0.1,
         help=(
-            "with --from_links, minimum ratio of the number of links between the two words of an entry to the number "
-            "of occurrences of the more frequent word (default: 0.1)"
+            "with --from_links, how often the two words of an entry must be aligned at least, as a share of the "
+            "occurrences of the more frequent word (default: 0.1)"
         ),
     )
     parser.add_argument(

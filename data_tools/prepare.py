@@ -40,7 +40,7 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 <h1>Corpus made by xscale data prepare</h1>
 <table>
 <tr><th>source<th>languages<th>licence<th>pairs or documents read<th>removed by the rules<th>held-out records
-(pairs or sentences)<th>records for training<th>records with word links<th>size of the shards in MB
+(pairs or sentences)<th>records for training<th>records with word alignments<th>size of the shards in MB
 {% for source in sources %}
 <tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not stated" }}
   <td>{{ "{:,}".format(source.counts.read) }}

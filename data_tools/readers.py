@@ -98,7 +98,7 @@ def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
         if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
             raise UserError(
                 f"{path} is listed {paths.count(path)} times. Use one file for each of the two languages, and "
-                "another file for the links"
+                "another file for the word alignments"
             )
     columns = [read_checked_lines(path) for path in paths[:2]]
     columns += [read_lines(path) for path in paths[2:]]

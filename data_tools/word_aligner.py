@@ -64,7 +64,7 @@ def find_aligner() -> str:
     if not program:
         raise UserError(
             f"the aligner {PROGRAM} is not installed. Run `pip install 'xscale[align]'`, which needs a C compiler, "
-            "or use another aligner, and pass the file of links by --links (in corpus.yaml, by `links:`)"
+            "or use another aligner, and pass the file of word alignments by --links (in corpus.yaml, by `links:`)"
         )
     return program
 
@@ -91,8 +91,8 @@ def align(pairs: Iterable[Sequence[str]], out: Path) -> None:
                 line_count += 1
     if line_count != pair_count:
         raise UserError(
-            f"the aligner {PROGRAM} wrote links for only {line_count:,} of {pair_count:,} pairs. Use another "
-            "aligner, and pass the file of links by --links (in corpus.yaml, by `links:`)"
+            f"the aligner {PROGRAM} wrote word alignments for only {line_count:,} of {pair_count:,} pairs. Use another "
+            "aligner, and pass the file of word alignments by --links (in corpus.yaml, by `links:`)"
         )
 
 
@@ -105,6 +105,6 @@ def run_aligner(folder: Path) -> None:
     if ended.returncode or not (folder / "reverse").exists():
         raise UserError(
             f"the aligner {PROGRAM} failed with exit code {ended.returncode}: "
-            f"{ended.stderr.strip()[-500:] or 'no message'}. Use another aligner, and pass the file of links by "
-            "--links (in corpus.yaml, by `links:`)"
+            f"{ended.stderr.strip()[-500:] or 'no message'}. Use another aligner, and pass the file of word alignments "
+            "by --links (in corpus.yaml, by `links:`)"
         )

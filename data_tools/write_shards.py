@@ -41,9 +41,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     links = pairs.add_mutually_exclusive_group()
     links.add_argument(
-        "--links", type=stdin_or_file, help="file of word links in Pharaoh form such as 0-0 1-2, one line per pair"
+        "--links", type=stdin_or_file, help="file of word alignments in Pharaoh form such as 0-0 1-2, one line per pair"
     )
-    links.add_argument("--align", action="store_true", help="make word links with the aligner eflomal")
+    links.add_argument("--align", action="store_true", help="make word alignments with the aligner eflomal")
     for side in ("src", "tgt"):
         pairs.add_argument(
             f"--links_{side}",

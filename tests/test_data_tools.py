@@ -128,7 +128,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     links = [record["links"] for record in records_of(out, shard_records)]
     assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
     assert counts_of(out)["dropped_links"] == 6
-    assert "6 word links were left out" in capsys.readouterr().out
+    assert "6 links were left out of word alignments" in capsys.readouterr().out
     with pytest.raises(UserError, match="Write all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
@@ -188,7 +188,7 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     assert len(shown) == 5 and all(record in found for record in shown)
     places = [found.index(record) for record in shown]
     assert places[0] < 100 and places[-1] > 500, "records are spread over the source"
-    assert "600 pair records (en xx)" in out and "with word links: 100%" in out
+    assert "600 pair records (en xx)" in out and "with word alignments: 100%" in out
     for side, lang in enumerate(("en", "xx")):
         words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
         assert f"{lang}: words per sentence: mean {sum(words) / 600:.1f}" in out
@@ -368,7 +368,7 @@ def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     read = {s.name: [corpus.sources[n].directory.name for n in s.sources] for s in corpus.streams.last}
     assert read["alignlm"] == read["contextual"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
     (note,) = [line for line in start_notes(recipe, corpus) if "alignlm" in line]
-    assert "pairs_yy" in note and "no word links" in note
+    assert "pairs_yy" in note and "no word alignments" in note
 
 
 def test_demo_dictionary(made: Path) -> None:

@@ -451,7 +451,7 @@ def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path:
 
 def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None:
     write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
-    with pytest.raises(UserError, match=r"no word links.*--align"):
+    with pytest.raises(UserError, match=r"no word alignments.*--align"):
         make(tmp_path / "en-de.txt", "--from_links", tmp_path / "shards")
     with pytest.raises(UserError, match="has text in en-de, but the name of --out says en-fr"):
         make(tmp_path / "en-fr.txt", "--from_links", tmp_path / "shards")
@@ -556,7 +556,7 @@ def test_trouble_with_the_aligner(
         fake_aligner.write_text(f"#!{sys.executable}\nraise SystemExit('no memory')\n")
     elif trouble == "stops early":
         fake_aligner.write_text(FAKE.replace("zip(src, tgt)", "zip(src[1:], tgt)"))
-        message = "links for only 1 of 2 pairs"
+        message = "alignments for only 1 of 2 pairs"
     elif trouble == "out exists":
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").touch()

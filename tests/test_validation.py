@@ -250,7 +250,7 @@ WRONG = {
         "alignlm",
         ["heldout, data: [{odd}/bare]"],
         [],
-        r"eval\.heldout: streams\.alignlm needs word links, .*bare",
+        r"eval\.heldout: streams\.alignlm needs word alignments, .*bare",
     ),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: there is no index\.json"),

@@ -204,8 +204,8 @@ def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[So
         pairs = source.index["records"]
         if source.linked_pairs < pairs:
             raise UserError(
-                f"streams.{stream} needs word links, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs in "
-                f"{source.directory} have no links. Write these shards again by `xscale data write_shards pairs ... "
+                f"streams.{stream} needs word alignments, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs "
+                f"in {source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
                 "--align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` and "
                 f"the source `shards: {source.directory}`"
             )

@@ -56,8 +56,8 @@ def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
     raise UserError(
         f"record {pair.key!r}: {problem}. A link `i-j` joins word i of the first sentence and word j of the "
         "second, counted from 0 (xscale/data/words.py divides text into words). Write the shards again by `xscale "
-        "data write_shards pairs ... --align` (or `--links FILE`). If only links are missing, `xscale data prepare` "
-        "with `align: true` can add them"
+        "data write_shards pairs ... --align` (or `--links FILE`). If only word alignments are missing, `xscale "
+        "data prepare` with `align: true` can add them"
     )
 
 

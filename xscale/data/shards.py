@@ -141,9 +141,10 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links number words by the rules {self.segmentation}, and this version of "
-                f"xscale knows only version {words.VERSION} and older of these rules. Use a newer xscale, or write the "
-                "shards again from the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
+                f"{self.directory}: the word alignments number words by the rules {self.segmentation}, and this "
+                f"version of xscale knows only version {words.VERSION} and older of these rules. Use a newer xscale, "
+                "or write the shards again from the text: `xscale data write_shards pairs ... --align` (or `--links "
+                "FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:

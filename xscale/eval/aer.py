@@ -133,7 +133,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         if len(lines) != len(link_lines):
             raise UserError(
                 f"{links} has {len(link_lines):,} lines, and {text} has {len(lines):,} lines. Write one line of "
-                "links for each line of sentences"
+                "word alignments for each line of sentences"
             )
         lines = list(map("|||".join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
@@ -143,7 +143,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         if len(row) != 3 or not row[0] or not row[1]:
             raise UserError(
                 f"{text}: line {number}: {line[:60]!r} does not have the form `sentence<TAB>sentence<TAB>links` or, "
-                "with a file of links, `sentence ||| sentence`. Correct the line"
+                "with a file of word alignments, `sentence ||| sentence`. Correct the line"
             )
         rows.append(row)
         if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):

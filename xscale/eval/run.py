@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         "--aer (default: 1000), and of lines that are read from each file of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
         "shards)")  # fmt: skip
-    add("--aer", nargs="+", action="append", default=[], metavar="X", help="manual word links for task aer: `en-es "
-        "FILE.tsv`, or `en-fr TEXT LINKS`; may be repeated")  # fmt: skip
+    add("--aer", nargs="+", action="append", default=[], metavar="X", help="word alignments made by hand, for task "
+        "aer: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; may be repeated")  # fmt: skip
     variants = "If these flags have several values, every combination is evaluated."
     add = parser.add_argument_group("variants", variants).add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="pooling of sentence vectors for retrieval (default: "
@@ -211,7 +211,9 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
 
 def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
     if not args.aer:
-        raise UserError("task aer needs manual word links. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
+        raise UserError(
+            "task aer needs word alignments made by hand. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS"
+        )
     rows = []
     for pair, *names in args.aer:
         langs = split_pair_name(pair, languages_of(sources))

@@ -59,7 +59,7 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     if unlinked:
         lines.append(
             f"streams.{stream.name} does not read the folders {', '.join(sorted(unlinked))}, because their shards "
-            "have no word links"
+            "have no word alignments"
         )
     return lines
 
