@@ -281,7 +281,7 @@ def read_on_a_rank(init: Path, folder: Path) -> None:
     ranks.join_process_group(process)
     reads, plain = [], restore.read_full_weights
     restore.read_full_weights = lambda path: reads.append(path) or plain(path)  # type: ignore[func-returns-value]
-    lm, _ = load_initial_model(init, 0.0)
+    lm = load_initial_model(init, 0.0)
     torch.save((len(reads), lm.state_dict()), folder / f"{process.rank}.pt")
 
 

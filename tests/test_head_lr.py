@@ -19,13 +19,20 @@ HEAD = "encoder.lm.cls.predictions."
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A folder with two published encoders: `body` has no masked-LM head, and `whole` has one."""
+    """A folder with three published encoders: `body` has no masked-LM head, `untrained` was saved with the random head
+    that transformers made for it, and `whole` has a trained head."""
     folder = tmp_path_factory.mktemp("models")
     config = BertConfig(**SHAPE, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     torch.manual_seed(0)
     BertModel(config, add_pooling_layer=False).save_pretrained(folder / "body")
-    BertForMaskedLM(config).save_pretrained(folder / "whole")
-    for name in ("body", "whole"):
+    model = BertForMaskedLM(config)
+    model.save_pretrained(folder / "untrained")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.arange(20)[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.save_pretrained(folder / "whole")
+    for name in ("body", "untrained", "whole"):
         tokenizer.hf.save_pretrained(folder / name)
     return folder
 
@@ -35,6 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
     [
         ("body", "adapt/tlm", {HEAD}),
         ("body", "adapt/alignlm", {HEAD, "heads.alignlm."}),
+        ("untrained", "adapt/tlm", {HEAD}),
         ("whole", "adapt/tlm", set()),
         ("whole", "adapt/alignlm", {"heads.alignlm."}),
         (None, "tlm", {HEAD}),

@@ -21,7 +21,7 @@ from xscale.deepspeed_private import (
     weights_and_states_of_stage_0,
 )
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, fill_neutral_row, read_pretrained
+from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
@@ -65,12 +65,12 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     return weights
 
 
-def load_initial_model(init: str | Path, dropout: float) -> tuple[PreTrainedModel, bool]:
-    """Return the model of model.init in fp32, and whether it has a trained masked-LM head. init: a run, a checkpoint, a
-    Hugging Face directory or a hub name. dropout: the model's new dropout probability. Raises UserError."""
+def load_initial_model(init: str | Path, dropout: float) -> PreTrainedModel:
+    """Return the model of model.init in fp32. init: a run, a checkpoint, a Hugging Face directory or a hub name.
+    dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run_or_checkpoint(Path(init)):
-        return load_model_of_run(init, dropout), True
-    return read_pretrained(init, dropout)
+        return load_model_of_run(init, dropout)
+    return load_pretrained(init, dropout)
 
 
 def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrainedModel:

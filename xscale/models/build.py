@@ -109,6 +109,21 @@ def read_pretrained(
     return lm, not loaded["missing_keys"]
 
 
+def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
+    """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
+    return read_pretrained(init, dropout)[0]
+
+
+def has_untrained_head(lm: PreTrainedModel) -> bool:
+    """Return whether the masked-LM head has random weights. Transformers makes such a head for a model without one, and
+    saves it with the model. Its vectors, such as biases and norms, still have their first values: equal numbers."""
+    for name, weight in lm.named_parameters():
+        in_body = name.startswith(f"{lm.base_model_prefix}.")
+        if not in_body and weight.ndim == 1 and (weight != weight[0]).any():
+            return False
+    return True
+
+
 def build_encoder(
     *,
     init: str | None,
@@ -124,7 +139,7 @@ def build_encoder(
     segments: bool = False,
     neutral_trained: bool = True,
     attention_gain: float | None = None,
-    load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]] = read_pretrained,
+    load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
@@ -150,9 +165,10 @@ def build_encoder(
         if attention_gain is not None:
             redraw_attention(fresh.base_model, attention_gain)
         return Encoder(fresh, has_new_head=True)
-    lm, has_head = load(init, dropout)
-    if not has_head:
-        LOG.warning(f"model.init {init} has no masked-LM head, so the head starts from random weights")
+    lm = load(init, dropout)
+    has_new_head = has_untrained_head(lm)
+    if has_new_head:
+        LOG.warning(f"model.init {init} has no trained masked-LM head, so the head starts from random weights")
     rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
@@ -166,12 +182,10 @@ def build_encoder(
             f"tokens. Set data.max_length to {limit} or less"
         )
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
-    return Encoder(lm, has_new_head=not has_head)
+    return Encoder(lm, has_new_head)
 
 
-def initial_encoder(
-    recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], tuple[PreTrainedModel, bool]]
-) -> Encoder:
+def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
     """Return a run's encoder with the weights of step 0. load: loads model.init, which may also be a run."""
     model = recipe.model
     first = recipe.at(0).model
