@@ -110,7 +110,7 @@ WRONG = [
         '{"rank": len(pairs)}',
         '{"rnak": len(pairs)}',
         "collate",
-        "that collate returned have no key 'rank'",
+        "that .collate. returned have no key 'rank'",
     ),
     (
         "samples=len(pairs)",

@@ -172,12 +172,12 @@ def test_every_preset_has_a_name_in_recipes() -> None:
         ("just text", r"r\.yaml"),
         ("\x00", r"r\.yaml"),
         ("\udcff\udcfe\x00", r"r\.yaml"),
-        ("train: {steps: 5}\ntrain: {steps: 9}\n", "read as YAML .the key train occurs twice"),
-        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "read as YAML .the key samples occurs twice"),
+        ("train: {steps: 5}\ntrain: {steps: 9}\n", "read as YAML .the key `train` occurs twice"),
+        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "read as YAML .the key `samples` occurs twice"),
         (STREAM + "train: {steps: " + "9" * 5000 + "}", "read as YAML .Exceeds the limit"),
         (STREAM + "train: {steps: " + "9" * 400 + "}", "train.steps: 9+: .* 1099511627776"),
         (STREAM + "a: " + "{a: " * 3000, "read as YAML ..*recursion"),
-        (STREAM + "1: {a: 1}\n'1': {b: 1}", "read as YAML .the key 1 occurs twice"),
+        (STREAM + "1: {a: 1}\n'1': {b: 1}", "read as YAML .the key `1` occurs twice"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:
@@ -336,7 +336,7 @@ def test_a_step_without_targets_is_an_error() -> None:
 
 @pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])
 def test_set_that_python_stumbles_over(assignment: str) -> None:
-    with pytest.raises(UserError, match=r"--set train.*(Exceeds the limit|recursion|lr occurs twice).*value in YAML"):
+    with pytest.raises(UserError, match=r"--set train.*(Exceeds the limit|recursion|lr. occurs twice).*value in YAML"):
         load_recipe("mlm", [assignment], OBJECTIVES)
 
 

@@ -39,7 +39,7 @@ class StrictLoader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
             if key in mapping:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key} occurs twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key `{key}` occurs twice", node.start_mark)
             mapping[key] = self.construct_object(value_node, deep=deep)  # type: ignore[no-untyped-call]
         return mapping
 

@@ -164,7 +164,7 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         language_groups[stream] = part.language_groups
         for term, groups in part.group_of_target.items():
             assert len(groups) == part.target_counts[term], (
-                f"streams.{stream}: collate returned group_of_target[{term!r}] with {len(groups)} items, but "
+                f"streams.{stream}: `collate` returned group_of_target[{term!r}] with {len(groups)} items, but "
                 f"target_counts has {part.target_counts[term]}"
             )
             group_of_target[loss_key(stream, term)] = groups

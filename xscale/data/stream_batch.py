@@ -171,29 +171,29 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     """Raise ValueError if a stream batch cannot be packed into a row. terms: the terms of the objective's loss."""
     if not isinstance(stream_batch, StreamBatch):
         raise ValueError(
-            f"collate returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)"
+            f"`collate` returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)"
         )
     tokens = len(stream_batch.sequences.ids)
     total = int(stream_batch.sequences.lengths.sum())
     if total != tokens:
         raise ValueError(
-            f"collate returned sequences with {tokens} ids, but the lengths of the sequences add up to {total}"
+            f"`collate` returned sequences with {tokens} ids, but the lengths of the sequences add up to {total}"
         )
     for name, (offsets, columns) in stream_batch.states.items():
         if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
             raise ValueError(
-                f"collate returned states[{name!r}] with columns from {columns.min()} to {columns.max()}, but the "
+                f"`collate` returned states[{name!r}] with columns from {columns.min()} to {columns.max()}, but the "
                 f"sequences have only {tokens} tokens"
             )
         if offsets[-1] != len(columns):
             raise ValueError(
-                f"collate returned states[{name!r}] with {len(columns)} columns, but the last offset is {offsets[-1]}; "
-                "both must be equal"
+                f"`collate` returned states[{name!r}] with {len(columns)} columns, but the last offset is "
+                f"{offsets[-1]}; both must be equal"
             )
     unknown = stream_batch.labels.keys() - terms
     if unknown:
         raise ValueError(
-            f"collate returned labels of the terms {', '.join(sorted(unknown))}, but the terms of the loss are "
+            f"`collate` returned labels of the terms {', '.join(sorted(unknown))}, but the terms of the loss are "
             f"{', '.join(sorted(terms))}"
         )
 

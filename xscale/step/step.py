@@ -249,7 +249,7 @@ def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
     count = counts.get(count_key(key.stream, counted))
     assert count is not None, (
         f"streams.{key.stream}: the function collate of the objective {objective}: the `target_counts` "
-        f"that collate returned have no key {counted!r}. Add this key"
+        f"that `collate` returned have no key {counted!r}. Add this key"
     )
     return max(count, 1)
 
