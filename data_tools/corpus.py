@@ -217,8 +217,9 @@ class SourceSpec(Strict):
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
-                f"columns and links: only a source with `tsv` has numbers of columns, and this source has "
-                f"`{self.format}`. Write names of fields, such as columns: [en, de], or a path, such as links: FILE"
+                f"columns and links: only a source with `tsv` can have column numbers, and this source has "
+                f"`{self.format}`. Write the names of fields, such as columns: [en, de], or for word alignments a "
+                "file, such as links: FILE"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
@@ -279,7 +280,9 @@ class Corpus(Strict):
         one_name = choose_language_names(self.languages)
         for number, source in enumerate(self.sources):
             if source.pairs and one_name[source.pairs[0]] == one_name[source.pairs[1]]:
-                problems.append(f"sources.{number}.pairs: {list(source.pairs)} must be two different languages")
+                problems.append(
+                    f"sources.{number}.pairs: {list(source.pairs)} are the same language. Write two different languages"
+                )
         spellings = dict[str, str]()
         for language in self.languages:
             other = spellings.setdefault(spelling_key(language), language)

@@ -161,7 +161,7 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
         if len(layouts) == 2:
             raise ValueError(
                 f"the tar member {member.name}: a tar cannot have both .jsonl members and other members. Write "
-                ".jsonl members and other members to different folders"
+                "two tars, one with the .jsonl members and one with the others, into two different folders"
             )
         yield member
     rest = os.pread(fd, 1 << 20, tar.offset)

@@ -209,9 +209,9 @@ def main(argv: list[str] | None = None) -> None:
         for path in args.dict:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
-                    f"{path}: the file name does not say that the columns are {' '.join(langs)}, as in --out. If "
-                    "the columns are in the other order, swap the columns by `awk '{print $2, $1}'`, and rename "
-                    "the file"
+                    f"{path}: the file name must give the languages in the order of --out, as in "
+                    f"{'-'.join(langs)}.txt. If the columns are in this order, rename the file. If they are in the "
+                    "other order, swap the columns by `awk '{print $2, $1}'` first"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries read"]

@@ -239,8 +239,8 @@ MONO = {"mono": "de", "text": "a"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] must be two different"]),
-        ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] must be two different languages"]),
+        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] are the same language"]),
+        ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] are the same language"]),
         ({"sources": [PAIR], "align": {"link": "c"}}, ["align is {'link': 'c'}, and must be true or false"]),
         (
             {"sources": [PAIR], "align": {"links": None}},

@@ -116,8 +116,8 @@ def copy_first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     if hasattr(lm.base_model, "final_norm"):
         raise UserError(
             f"--layers {layers}: a {config.model_type} model normalises the hidden states after its last layer, so "
-            f"a model of only {layers} layers would have other states. Export all layers, and evaluate with "
-            f"`xscale eval --layer {layers}`"
+            f"a model cut to {layers} layers would not give the hidden states that layer {layers} of the whole model "
+            f"gives. Export all layers, and evaluate with `xscale eval --layer {layers}`"
         )
     config.num_hidden_layers = layers
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)

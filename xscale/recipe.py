@@ -62,9 +62,9 @@ class StreamConfig:
     """The name of the objective, such as mlm or tlm. An objective of another Python package is written MODULE:NAME."""
     samples: Annotated[int, Field(ge=0, le=MOST)]
     """The number of samples that all ranks together read in a step. In a stream of sentence pairs, a sample is one
-    pair. In a stream of monolingual text, a sample is about data.max_length tokens: consecutive sentences of one
-    document, or several short documents, each in a separate sequence. If a sample has more than data.max_length tokens,
-    the rest of its tokens forms another sequence. In a phase, 0 pauses the stream."""
+    pair. In a stream of monolingual text, a sample has about data.max_length tokens: consecutive sentences of one
+    document, or several short documents. Each document of a sample forms a sequence. If a sample has more than
+    data.max_length tokens, the rest of its tokens forms another sequence. In a phase, 0 pauses the stream."""
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the total loss of a step."""
     warm_in: NotNegative = 0.0

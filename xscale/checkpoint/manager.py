@@ -192,6 +192,6 @@ def check_types(folder: Path, written: WrittenFiles) -> None:
         if problem:
             files.remove(folder)
             raise UserError(
-                f"the new checkpoint's file {name} {problem}. Install the version of DeepSpeed in the file "
-                "constraints.txt of the xscale repository"
+                f"the new checkpoint's file {name} {problem}. An untested version of DeepSpeed may write such "
+                "files. Install the version that constraints.txt of the xscale repository lists"
             )

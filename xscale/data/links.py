@@ -55,9 +55,10 @@ def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
             problem = str(error)
     raise UserError(
         f"record {pair.key!r}: {problem}. A link `i-j` joins word i of the first sentence and word j of the "
-        "second, counted from 0 (xscale/data/words.py divides text into words). Write the shards again by `xscale "
-        "data write_shards pairs ... --align` (or `--links FILE`). If only word alignments are missing, `xscale "
-        "data prepare` with `align: true` can add them"
+        "second, counted from 0 (xscale/data/words.py divides text into words). If the shards have no word "
+        "alignments, add word alignments by `xscale data prepare` with `align: true` in corpus.yaml. If word "
+        "alignments are wrong, write the shards again by `xscale data write_shards pairs ... --align` (or `--links "
+        "FILE`)"
     )
 
 

@@ -187,8 +187,8 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
             )
         if offsets[-1] != len(columns):
             raise ValueError(
-                f"`collate` returned states[{name!r}] with {len(columns)} columns, but the last offset is "
-                f"{offsets[-1]}; both must be equal"
+                f"`collate` returned states[{name!r}], a Gather with {len(columns)} token indices in `columns`, but "
+                f"its last offset is {offsets[-1]}. The last offset must be the number of token indices"
             )
     unknown = stream_batch.labels.keys() - terms
     if unknown:

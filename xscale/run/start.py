@@ -123,7 +123,7 @@ def build_trainer(
     process = context.process
     host_group = context.host_group
     recipe = run.recipe
-    context.watch.note("estimating the tokens of the data")
+    context.watch.note("estimating the number of tokens of the data")
     calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
