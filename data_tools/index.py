@@ -96,7 +96,7 @@ def scan_tar(
                     f"{'-'.join(langs)}. Use one folder per language or language pair, or correct --langs"
                 )
             if segmentations and record.links is not None and len(langs) == 2:
-                project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
+                project_links(record.links, record.texts, links_number_words=segmentations[layout]["name"] == "unicode")
             entries += make_idx_entries(stored, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
             linked += record.links is not None

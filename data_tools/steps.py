@@ -323,7 +323,7 @@ def align_direction(folder: Path, direction_number: int) -> None:
             units = list[Unit]()
             for unit, state in read_units_and_states(folder, chunk):
                 if is_unlinked(unit, state):
-                    links, _ = project_links(next(lines), tuple(unit.texts), by_words=True)
+                    links, _ = project_links(next(lines), tuple(unit.texts), links_number_words=True)
                     unit = unit._replace(links=links)
                 units.append(unit)
             write_lines(folder / f"clean/{chunk.number}.jsonl", map(unit_to_line, units))

@@ -407,11 +407,10 @@ class Recipe:
         return fields
 
 
-def with_steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
-    """Return the recipe with train.steps computed from train.epochs. pairs: the number of pairs of an epoch; samples:
-    the number of pairs of a step. Raises UserError."""
+def with_steps_of_epochs(recipe: Recipe, pairs_of_epoch: int, pairs_of_step: int) -> Recipe:
+    """Return the recipe with train.steps computed from train.epochs. Raises UserError."""
     assert recipe.train.epochs
-    steps = math.ceil(round(recipe.train.epochs * pairs / samples, 6))
+    steps = math.ceil(round(recipe.train.epochs * pairs_of_epoch / pairs_of_step, 6))
     problems = list[str]()
     train = read_section(TrainConfig, dataclasses.asdict(recipe.train) | {"steps": steps}, "train", problems)
     if problems:

@@ -52,13 +52,13 @@ def format_pharaoh(links: list[Link]) -> str:
 
 
 def project_links(
-    links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
+    links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, links_number_words: bool = False
 ) -> tuple[str, int]:
     """Return links between words of data/words.py, and the number of links that were dropped, such as those between a
     word and a symbol. links: the links to convert, in Pharaoh form.
 
-    tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves. by_words:
-    True if `links` numbers words of data/words.py already. Raises ValueError.
+    tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves.
+    links_number_words: True if `links` numbers words of data/words.py already. Raises ValueError.
     """
     segmented = segment_into_words(list(texts))
     is_word = list[np.ndarray]()
@@ -67,7 +67,7 @@ def project_links(
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
-        if by_words:
+        if links_number_words:
             words.append([[number] for number in range(len(is_word[side]))])
         else:
             word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word

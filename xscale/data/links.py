@@ -112,7 +112,7 @@ def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
     return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
-def gather_linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
+def sum_linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
     """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
     of the tokens to which it is linked.
 

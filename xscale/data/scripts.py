@@ -95,7 +95,7 @@ def short_code(lang: str) -> str:
     return parse_language(lang).code
 
 
-def are_names_of_same_language(first_name: str, second_name: str) -> bool:
+def may_name_same_language(first_name: str, second_name: str) -> bool:
     """Return True if two names mean one language, such as de and deu_Latn. They mean two languages if both have a
     script, a region or a member of a macrolanguage, and these differ: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and
     prs."""
@@ -123,7 +123,7 @@ def find_spellings(language: str, names: Collection[str]) -> list[str]:
     others."""
     if language in names:
         return [language]
-    return [name for name in names if are_names_of_same_language(language, name)]
+    return [name for name in names if may_name_same_language(language, name)]
 
 
 def choose_language_names(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
@@ -136,7 +136,7 @@ def choose_language_names(names: Iterable[str], preferred: Iterable[str] = ()) -
         by_code.setdefault(short_code(name), []).append(name)
     chosen = {}
     for spellings in by_code.values():
-        is_one = all(are_names_of_same_language(a, b) for a, b in combinations(spellings, 2))
+        is_one = all(may_name_same_language(a, b) for a, b in combinations(spellings, 2))
         for name in spellings:
             chosen[name] = spellings[0] if is_one else name
     return chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
-from xscale.data.scripts import are_names_of_same_language, choose_language_names
+from xscale.data.scripts import choose_language_names, may_name_same_language
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
@@ -76,7 +76,7 @@ def means_language(name: str, lang: str) -> bool:
     """Return True if a name means the language `lang`. A name whose second part has two or three small letters, such as
     en-de, means a pair. Regions have capitals, as in pt-BR."""
     is_pair = any(_CODE.fullmatch(part) for part in name.split("-")[1:])
-    return name == lang or (not is_pair and are_names_of_same_language(name, lang))
+    return name == lang or (not is_pair and may_name_same_language(name, lang))
 
 
 def languages_meant(name: str, langs: tuple[str, ...]) -> set[str]:

@@ -31,7 +31,7 @@ class MomentumEncoder:
         self._cast: nn.ModuleList | None = None
         """A copy of the masters in the query encoder's data type; None until a copy is needed."""
 
-    def _move_masters_to_query(self) -> None:
+    def _move_masters_to_device_of_query(self) -> None:
         """Move the masters to the query encoder's device if needed. The check is worthwhile, because `Module.to` always
         takes milliseconds."""
         device = next(self.query.parameters()).device
@@ -41,7 +41,7 @@ class MomentumEncoder:
     def key_modules(self, dropout: bool) -> tuple[Encoder, nn.Module]:
         """Return the key encoder and its projection in the query encoder's data type, in training mode if `dropout`."""
         query = next(self.query.parameters())
-        self._move_masters_to_query()
+        self._move_masters_to_device_of_query()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
@@ -57,7 +57,7 @@ class MomentumEncoder:
         """Update the masters as a moving average of the query encoder's weights: masters = momentum * masters + (1 -
         momentum) * query. Call it after each optimizer step that changed these weights. Only parameters are averaged:
         buffers are constants in all supported models."""
-        self._move_masters_to_query()
+        self._move_masters_to_device_of_query()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())
         if query[0].dtype != masters[0].dtype:

@@ -91,7 +91,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     tokens_of_words = links.word_tokens(pairs, layout, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)
     # linked_R: indices in masked.columns of the tokens with links. partners: the tokens to which these are linked.
-    linked_R, partners = links.gather_linked_states(A, masked.columns, len(sequences.ids))
+    linked_R, partners = links.sum_linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]
     group_of_target = {}
     if context.language_groups:

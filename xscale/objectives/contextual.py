@@ -26,7 +26,7 @@ from torch import Tensor
 
 from xscale.data import links
 from xscale.data.packed_row import Row
-from xscale.data.scripts import are_names_of_same_language
+from xscale.data.scripts import may_name_same_language
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.errors import UserError
@@ -113,7 +113,7 @@ def are_one_to_one(links_K2: np.ndarray) -> np.ndarray:
 def _anchor_side(pair: Example, anchor: str | None) -> int:
     if anchor is None:
         return 0
-    sides = [side for side, lang in enumerate(pair.langs) if are_names_of_same_language(lang, anchor)]
+    sides = [side for side, lang in enumerate(pair.langs) if may_name_same_language(lang, anchor)]
     if not sides:
         raise UserError(
             f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, but a stream with the objective "

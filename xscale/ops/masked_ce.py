@@ -85,14 +85,14 @@ class _ChunkedLoss(torch.autograd.Function):
         inputs = features_MH, weight_VH, bias_V
         wide = torch.promote_types(options.dtype, torch.float32)
         wanted = [options.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        sums = [
+        gradients = [
             tensor.new_empty(tensor.shape, dtype=wide) if needed and tensor is not None else None
             for tensor, needed in zip(inputs, wanted, strict=True)
         ]
         cast = [None if tensor is None else tensor.to(options.dtype) for tensor in inputs]
         weights_M = weights_M.to(wide)
-        losses_M, right_M = _losses_and_sums(cast, labels_M, weights_M, options, sums)
-        ctx.save_for_backward(*sums)
+        losses_M, right_M = _losses_and_gradients(cast, labels_M, weights_M, options, gradients)
+        ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.mark_non_differentiable(losses_M, right_M)
         return options.largest * (weights_M * losses_M).sum(), losses_M, right_M
@@ -104,16 +104,16 @@ class _ChunkedLoss(torch.autograd.Function):
         return *(None if total is None else _scaled(total, d_loss, dtype) for total, dtype in found), None, None, None
 
 
-def _losses_and_sums(
-    inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, sums: list[Tensor | None]
+def _losses_and_gradients(
+    inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, gradients: list[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
-    features, weight and bias to `sums`, except where an element of `sums` is None."""
+    features, weight and bias to `gradients`, except where an element of `gradients` is None."""
     features_MH, weight_VH, bias_V = inputs
     M = len(features_MH)
     V = len(weight_VH)
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
-    factors_M = weights_M * scale if any(total is not None for total in sums) else None
+    factors_M = weights_M * scale if any(gradient is not None for gradient in gradients) else None
     kernel = _kernel(features_MH)
     chunks = max(1, -(-M // chunk_rows(features_MH.device.type, V, features_MH.itemsize)))
     stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
@@ -132,17 +132,22 @@ def _losses_and_sums(
         factors_C = None if factors_M is None else factors_M[start:end]
         arguments = logits_CV, labels_C, factors_C, options.label_smoothing, options.z_loss
         found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
-        _add_gradients(logits_CV, features_CH, weight_VH, options.largest / scale, sums, start)
+        _add_gradients(logits_CV, features_CH, weight_VH, options.largest / scale, gradients, start)
     losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
     return losses_M, right_M
 
 
 def _add_gradients(
-    d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
+    d_logits_CV: Tensor,
+    features_CH: Tensor,
+    weight_VH: Tensor,
+    scale: float,
+    gradients: list[Tensor | None],
+    start: int,
 ) -> None:
-    """Add `scale` times the gradients of the chunk that begins at row `start` to `sums`. The first chunk overwrites the
-    sums."""
-    d_features_MH, d_weight_VH, d_bias_V = sums
+    """Add `scale` times the gradients of the chunk that begins at row `start` to `gradients`, which the first chunk
+    overwrites."""
+    d_features_MH, d_weight_VH, d_bias_V = gradients
     for columns in _column_slices(weight_VH):
         d_logits_CK = d_logits_CV[:, columns]
         if d_features_MH is not None:

@@ -263,8 +263,8 @@ class Status:
         self.done_before: dict[str, Any] = {}
         """The content of status.json if the run was done before this start."""
 
-    def note_step(self, step: int) -> None:
-        """Note the number of steps done."""
+    def set_steps_done(self, step: int) -> None:
+        """Set the number of steps done, which the next write of status.json has."""
         self.step = step
 
     def write_running(self, done_before: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ class Status:
         that reason stays."""
         is_first = self.process.is_main
         if code not in NAMES and self.has_lock:
-            is_first = self._is_running()
+            is_first = self._says_running()
         if not is_first:
             return
         try:
@@ -289,7 +289,7 @@ class Status:
                 f"{self.out / STATUS} cannot be written ({error.strerror}), so this file does not say how the run ended"
             )
 
-    def _is_running(self) -> bool:
+    def _says_running(self) -> bool:
         """Return whether no rank has written yet why it ended."""
         return read_status(self.out).get("status") == "running"
 

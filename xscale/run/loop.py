@@ -51,7 +51,7 @@ class Trainer:
         """The mixture's state after the steps done, which has the streams' positions in their data."""
         self.done = self.data_state["step"]
         """The number of steps done."""
-        context.status.note_step(self.done)
+        context.status.set_steps_done(self.done)
         self.flops = StepFlops.of(engine.module)
         # The manager calls `published` at its first save, when self.evaluations exists.
         self.manager = CheckpointManager(
@@ -108,7 +108,7 @@ class Trainer:
             self.done = number
             self.data_state = agreed.batch.state
             self.context.stop.arm_time_limit()
-            self.context.status.note_step(number)
+            self.context.status.set_steps_done(number)
             self.metrics.after_step(number, agreed.batch, flush=agreed.flush > 0)
             is_best = self.evaluations.after_step(number)
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:

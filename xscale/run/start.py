@@ -58,7 +58,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
-            status.note_step(checkpoint.step)
+            status.set_steps_done(checkpoint.step)
             status.write_end(folder.DONE, f"{checkpoint.step} of {steps} steps")
             return folder.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)

@@ -260,5 +260,8 @@ def new_heads(module: nn.Module) -> list[str]:
     a StepModule."""
     if not isinstance(module, StepModule) or module.head_lr is None:
         return []
-    trained_before = f"encoder.lm.{module.encoder.lm.base_model_prefix}." if module.encoder.has_new_head else "encoder."
-    return [name for name, _ in module.named_parameters() if not name.startswith(trained_before)]
+    encoder = module.encoder
+    trained_before = encoder.lm.base_model if encoder.has_new_head else encoder
+    # By identity: the first name of XLM-R's tied embeddings is one of the head.
+    old = set(map(id, trained_before.parameters()))
+    return [name for name, parameter in module.named_parameters() if id(parameter) not in old]
