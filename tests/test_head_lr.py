@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, XLMRobertaConfig, XLMRobertaModel
 
 from tests import launch
 from xscale.checkpoint.restore import read_full_weights
@@ -19,8 +19,9 @@ HEAD = "encoder.lm.cls.predictions."
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A folder with three published encoders: `body` has no masked-LM head, `untrained` was saved with the random head
-    that transformers made for it, and `whole` has a trained head."""
+    """A folder with published encoders: `body` has no masked-LM head, `untrained` was saved with the random head
+    that transformers made for it, and `whole` has a trained head. `xlmr` has no head, and transformers names its tied
+    embeddings after the head."""
     folder = tmp_path_factory.mktemp("models")
     config = BertConfig(**SHAPE, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     torch.manual_seed(0)
@@ -32,7 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
     model(ids, labels=ids).loss.backward()
     optimizer.step()
     model.save_pretrained(folder / "whole")
-    for name in ("body", "untrained", "whole"):
+    sizes = SHAPE | {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_id, "type_vocab_size": 1}
+    XLMRobertaModel(XLMRobertaConfig(**sizes), add_pooling_layer=False).save_pretrained(folder / "xlmr")
+    for name in ("body", "untrained", "whole", "xlmr"):
         tokenizer.hf.save_pretrained(folder / name)
     return folder
 
@@ -46,6 +49,11 @@ def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
         ("whole", "adapt/tlm", set()),
         ("whole", "adapt/alignlm", {"heads.alignlm."}),
         (None, "tlm", {HEAD}),
+        (
+            "xlmr",
+            "adapt/tlm",
+            {"encoder.lm.lm_head.bias", "encoder.lm.lm_head.dense.", "encoder.lm.lm_head.layer_norm."},
+        ),
     ],
 )
 def test_only_heads_with_random_weights_are_new(

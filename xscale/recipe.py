@@ -135,9 +135,9 @@ class TrainConfig:
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     head_lr: PositiveFloat | None = None
-    """The peak learning rate of heads that start from random weights: of the masked-LM head, if model.init has none or
-    an untrained one, and of the heads that objectives add. The learning rate of heads rises and falls in the same steps
-    as `lr`. null: `lr`."""
+    """The peak learning rate of heads that start from random weights: of the masked-LM head, unless model.init has a
+    trained one, and of the heads that objectives add. The learning rate of heads rises and falls in the same steps as
+    `lr`. null: `lr`."""
     warmup: NotNegative = 0.1
     """The number of first steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of
     `steps`."""

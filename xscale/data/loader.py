@@ -125,7 +125,7 @@ class StepDataset(Dataset):
                 stream_batches[stream.name] = self.stream_batches(stream, plan)
         except (UserError, OSError) as error:
             # DataLoader would wrap a raised error, and lose its errno and file.
-            return reportable_failure(error, f"step {plan.step}: ")
+            return reportable_failure(error, f"step {plan.step + 1}: ")
         rows = list[Row]()
         for number in range(plan.rows):
             row_batches = {name: batches[number] for name, batches in stream_batches.items()}

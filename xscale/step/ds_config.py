@@ -296,7 +296,7 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
         if value is not None:
             problems.append(
                 f"scheduler = {scheduler['type']} contradicts the recipe's {field} = {value}. Remove the "
-                f"scheduler from the file, or {field} from the recipe"
+                f"scheduler from the file, or leave {field} out of the recipe (a field with the value null is left out)"
             )
 
 
