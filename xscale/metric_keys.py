@@ -14,8 +14,7 @@ NEITHER = re.compile(
 )
 """Matches the names of metrics that have no better direction, because they are sizes or properties of the text."""
 ALL = "all"
-"""The name of the results row with means over languages or pairs in a run's evaluation. For losses it is `STREAM
-all`."""
+"""The name of the results row with means over languages or pairs in a run's evaluation of retrieval."""
 
 
 class MetricKey(NamedTuple):
