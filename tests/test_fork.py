@@ -105,6 +105,19 @@ def test_a_fork_keeps_the_phases(demo: Path, parent: Path, tmp_path: Path) -> No
         begin(demo, tmp_path, f"{parent}@9", "phases=[{until: 5, data.alpha: 0.3}]")
 
 
+def test_a_fork_may_change_the_rate_of_new_heads_but_not_whether_they_have_one(
+    demo: Path, parent: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"train\.head_lr: was None, is now 0\.01"):
+        begin(demo, tmp_path, f"{parent}@9", "train.head_lr=0.01")
+    loader = loader_of(demo, "mixed", *SETS, "train.head_lr=0.01")
+    save(launch.module(loader), loader, tmp_path / "heads" / "checkpoints" / "step_00000007")
+    fork = f"{tmp_path / 'heads'}@7"
+    assert begin(demo, tmp_path / "out", fork, "train.head_lr=0.02").step == 7
+    with pytest.raises(UserError, match=r"train\.head_lr: was 0\.01, is now None"):
+        begin(demo, tmp_path / "out", fork)
+
+
 def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"streams\.mlm: was .*, is now None"):
         begin(demo, tmp_path, f"{parent}@9", "streams.ppa.samples=8", recipe="ppa")

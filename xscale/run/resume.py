@@ -219,6 +219,9 @@ def with_fork_fields(saved: dict[str, Any], identity: dict[str, Any]) -> dict[st
     for section, names in FORK_FIELDS.items():
         for name in names:
             saved["recipe"][section][name] = recipe[section][name]
+    if saved["recipe"]["train"].get("head_lr") and recipe["train"]["head_lr"]:
+        # Not from or to null: new heads have parameter groups of their own only if train.head_lr is set.
+        saved["recipe"]["train"]["head_lr"] = recipe["train"]["head_lr"]
     for name, stream in saved["recipe"]["streams"].items():
         for field, value in recipe["streams"].get(name, {}).items():
             if field in FORK_STREAM_FIELDS or (is_nonzero_float(stream.get(field)) and is_nonzero_float(value)):
