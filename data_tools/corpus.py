@@ -343,7 +343,10 @@ def load_corpus(path: Path) -> Corpus:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). Give the path of a readable corpus.yaml") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must be a YAML mapping with the keys {', '.join(Corpus.model_fields)}")
+        raise UserError(
+            f"{path} must be a YAML mapping with the key `sources`. All possible keys are "
+            f"{', '.join(Corpus.model_fields)}"
+        )
     return parse_corpus(tree, str(path))
 
 
@@ -377,8 +380,8 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
     if named:
         raise UserError(
-            f"{place}: a source of shards must not have `pairs` or `mono`, because the index of {source['shards']} "
-            f"has the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
+            f"{place}: a source of shards must not have `pairs` or `mono`, because index.json in "
+            f"{source['shards']} gives the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
         )
     source.update(languages)
 

@@ -37,11 +37,11 @@ sources:
   - {name: mono_xx, mono: xx, text: "RAW/wiki_xx"}
   - {name: mono_yy, mono: yy, text: "RAW/wiki_yy"}
 rules:
-  length: {characters: [1, 500]}  # the minimum and the maximum of a sentence
+  length: {characters: [1, 500]}  # the minimum and the maximum number of characters of a sentence
   ratio: 9                        # one side of a pair is at most 9 times as long as the other
   dedup: exact                    # keeps only the first of several equal pairs or documents
 tokenizer: {type: wordpiece, vocab_size: 4000}
-heldout: {pairs: HELDOUT}  # HELDOUT en-xx pairs and HELDOUT en-yy pairs for evaluation, or a tenth if this is less
+heldout: {pairs: HELDOUT}  # for evaluation: HELDOUT en-xx pairs and HELDOUT en-yy pairs, but at most a tenth of all
 lexicons: ["RAW/en-xx.txt", "RAW/xx-en.txt"]
 """
 TMX = """\
@@ -145,20 +145,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("data/demo"), help="new folder for the corpus (default: data/demo)"
     )
-    parser.add_argument("--pairs", type=int, default=20_000, help="number of sentence pairs en-xx (default: 20,000)")
+    parser.add_argument("--pairs", type=int, default=20_000, help="number of en-xx sentence pairs (default: 20,000)")
     parser.add_argument(
         "--mono",
         type=int,
         default=20_000,
-        help="number of monolingual sentences in English (en), and in the invented language xx; the invented language "
-        "yy has a fifth as many (default: 20,000)",
+        help="number of monolingual sentences in en, and of those in xx; yy has a fifth as many (default: 20,000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random text (default: 0)")
     args = parser.parse_args(argv)
     build(args.out, args.pairs, args.mono, args.seed)
     print(
-        f"{args.out} has about {args.pairs:,} en-xx pairs, {args.mono:,} sentences in en and {args.mono:,} in xx, a "
-        "fifth as many en-yy pairs and yy sentences (xx and yy are invented languages), a tokenizer and dictionaries"
+        f"{args.out} has a tokenizer, dictionaries, and text in English (en) and two invented languages (xx, yy): "
+        f"about {args.pairs:,} en-xx pairs, {args.mono:,} en sentences and {args.mono:,} xx sentences, and a fifth as "
+        "many en-yy pairs and yy sentences"
     )
 
 

@@ -3,8 +3,9 @@
     xscale data index DIR [--langs en de]
 
 Tars may have `.jsonl` members (one record per line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
-KEY.links.txt), or KEY.txt with --langs. The numbers in a sample's word alignments count words between white space,
-unless the key `segmentation` of an existing index.json names other words.
+KEY.links.txt), or KEY.txt with --langs. The numbers in a sample's word alignments count words between white space.
+In .jsonl members, they count words and symbols (xscale/data/words.py). The key `segmentation` of an existing index.json
+can say otherwise: {"name": "whitespace"} stands for words between white space.
 """
 
 import argparse
@@ -103,7 +104,10 @@ def scan_tar(
     except (ValueError, tarfile.TarError, EOFError) as error:
         raise UserError(f"{path}: record {len(entries)}: {error}") from None
     if langs is None or not entries:
-        raise UserError(f"{path} has no record, because the tar is empty or cut off. Write the tar again")
+        raise UserError(
+            f"{path} has no record, because the tar is empty or cut off, or has no member with text, such as "
+            "NAME.jsonl or KEY.json. Write the tar again"
+        )
     idx = np.array(entries, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(idx), path.stat().st_size, files.sha256_file(path), zlib.crc32(idx.tobytes()))
     documents = int(np.count_nonzero(idx["length"] < FOLLOWS))
@@ -153,7 +157,8 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
             continue
         if not member.isfile():
             raise ValueError(
-                f"the tar member {member.name} is a link or a device. Write the tar again with `tar --dereference`"
+                f"the tar member {member.name} is a link or a device. Write the tar again without devices; `tar "
+                "--dereference --hard-dereference` stores files in place of links"
             )
         if not is_sample_member(member.name):
             continue
@@ -254,9 +259,9 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} as {tar.layout}, but "
-                f"{first.shard.name} has text in {'-'.join(first.langs)} as {first.layout} (lines: .jsonl members; "
-                "samples: other members). Move one of the two tars to another folder"
+                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} in the layout {tar.layout}, "
+                f"but {first.shard.name} has text in {'-'.join(first.langs)} in the layout {first.layout} (lines means "
+                "members such as NAME.jsonl, samples means other members). Move one of the two tars to another folder"
             )
         records += tar.shard.records
         documents += tar.documents

@@ -9,7 +9,7 @@ word alignments, which consist of links of two words. The first two have one num
     linked_share           share of the words that have a link
     links_per_linked_word  mean number of links of a word that has a link
     punctuation_share      share of the links whose first word is a symbol
-    tokens_per_target      with --tokenizer: median and 95th percentile of the tokens that are linked to a token
+    tokens_per_target      with --tokenizer: median and 95th percentile of the number of tokens linked to one token
 """
 
 import argparse
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="also write the number of records and the statistics of word alignments to this file",
+        help="JSON file to write, with the number of records and the statistics of word alignments",
     )
     args = parser.parse_args(argv)
     if args.show < 0:

@@ -160,21 +160,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="FILE",
-        help="file of the dictionary; its name has the two languages, such as en-de.txt",
+        help="file for the new dictionary; its name, such as en-de.txt, gives the languages of its two columns",
     )
     parser.add_argument(
         "--min_count",
         type=int,
         default=2,
-        help="with --from_links, how often the two words of an entry must be aligned at least (default: 2)",
+        help="with --from_links, keep only entries whose two words are aligned at least this often (default: 2)",
     )
     parser.add_argument(
         "--min_share",
         type=float,
         default=0.1,
         help=(
-            "with --from_links, how often the two words of an entry must be aligned at least, as a share of the "
-            "occurrences of the more frequent word (default: 0.1)"
+            "with --from_links, keep only entries whose two words are aligned in at least this share of the "
+            "occurrences of the more frequent of the two words (default: 0.1)"
         ),
     )
     parser.add_argument(
@@ -182,7 +182,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="spell each word as the text of these shards spells it most often, in upper or lower case",
+        help="write each word in the upper and lower case that it most often has in the text of these shards",
     )
     parser.add_argument("--drop_identical", action="store_true", help="leave out entries whose two words are the same")
     parser.add_argument(
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     report = [f"{len(entries):,} entries read"]
     if args.truecase:
         spelled = truecase_entries(entries, langs, find_sources(args.truecase))
-        report.append(f"{sum(map(ne, entries, spelled)):,} entries changed to the spelling of the text")
+        report.append(f"{sum(map(ne, entries, spelled)):,} entries changed to the upper and lower case of the text")
         entries = spelled
     entries = list(dict.fromkeys(entries))
     report.append(f"{len(entries):,} different entries")

@@ -228,10 +228,11 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     if count >= wanted:
         return []
     reasons = {1: "only whole documents that occur once", 2: "only pairs whose two sentences occur in no other pair"}
+    kinds = {1: "sentences", 2: "pairs"}
     return [
-        f"{'-'.join(group)}: {count:,} pairs or sentences are held out. `heldout` asks for {wanted:,}, but "
-        f"prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule "
-        "length.tokens may then remove some of the held-out text"
+        f"{'-'.join(group)}: {count:,} {kinds[len(group)]} are held out. `heldout` in corpus.yaml asks for {wanted:,}, "
+        f"but prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule length.tokens, if it "
+        "is set, may have removed some of the held-out text"
     ]
 
 

@@ -163,7 +163,8 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
         is_tag = form == "doc" and text.startswith(("<doc ", "</doc>"))
         if is_tag and (not text.endswith(">") or "</doc>" in text[1:]):
             raise UserError(
-                f"{path}: line {line_number} has text and a tag <doc> or </doc>. Write the tag on a separate line"
+                f"{path}: line {line_number} begins with a tag <doc ...> or </doc>, and must have nothing but this one "
+                "whole tag. Complete the tag, or write the rest of the line on a separate line"
             )
         if text and not is_tag:
             yield Paragraph(number, text, starts)
@@ -335,10 +336,10 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
-    remedy = "List the names of the two fields with text in the key `columns`"
+    remedy = "List the names of the two fields with text in the key `columns` of corpus.yaml"
     if source.mono:
         names = [source.field]
-        remedy = f"Set the key `field` (now {source.field!r}) to the name of the field with text"
+        remedy = f"Set the key `field` (now {source.field!r}) in corpus.yaml to the name of the field with text"
     elif source.columns:
         names = list(map(str, source.columns))
     else:
@@ -457,13 +458,15 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
             for record in records_of_webdataset_sample(sample, expected_langs):
                 if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
                     raise ValueError(
-                        f"the record has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
+                        f"the record has texts in {', '.join(record.langs)}, but corpus.yaml gives "
+                        f"{' and '.join(expected_langs)}"
                     )
                 yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
                 doc = record.doc
     except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
         raise UserError(
-            f"{urls}: the tar cannot be read at or after {place} ({error}). Correct the tar or the address"
+            f"{urls}: the tar cannot be read at or after {place} ({error}). Correct the tar, or the source in "
+            "corpus.yaml"
         ) from None
 
 

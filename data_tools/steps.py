@@ -206,8 +206,9 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
             f"{path}: line {unit.number}: {error}. A link `i-j` joins word i of the first text and word j of the "
-            "second, counted from 0; spaces and tabs divide words. If the aligner read other texts, such as "
-            "tokenised text, pass these texts by --links_src FILE --links_tgt FILE (in corpus.yaml, by `linked:`)"
+            "second, counted from 0; spaces and tabs divide words. Correct the line. If the aligner read other texts, "
+            "such as tokenised text, pass these texts by --links_src FILE --links_tgt FILE (in corpus.yaml, by "
+            "`linked:`)"
         ) from None
 
 

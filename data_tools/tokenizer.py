@@ -258,7 +258,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab_size", type=int, default=32000, help="number of tokens in the vocabulary (default: 32,000)"
     )
-    parser.add_argument("--lowercase", action="store_true", help="make a tokenizer that reads all text in lower case")
+    parser.add_argument("--lowercase", action="store_true", help="make a tokenizer that converts text to lower case")
     parser.add_argument(
         "--max_records",
         type=int,

@@ -59,9 +59,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mono.add_argument("--lang", required=True, help="language of the text, such as en")
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help=(
-                          "what a document is: doc: the lines from <doc> to </doc>; blank: the lines between "
-                          "blank lines; lines: each line; auto (default): doc, blank or lines, by the first lines "
-                          "of each file"
+                          "what counts as a document: the lines from <doc> to </doc> (doc), the lines between "
+                          "blank lines (blank), or each line (lines). With auto (default), the first lines of "
+                          "each file decide which of the three applies"
                       ))  # fmt: skip
     mono.add_argument(
         "--whole_lines", action="store_true", help="write one record per line instead of one per sentence"

@@ -367,7 +367,7 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     out = tmp_path / "out" / "en-de.txt"
     tool.main(["--out", str(out), "--dict", str(path), "--truecase", str(tmp_path / "shards")])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert "3 entries changed to the spelling of the text" in capsys.readouterr().out
+    assert "3 entries changed to the upper and lower case of the text" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
