@@ -36,8 +36,8 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights (with an `init` that xscale has not trained, you must also set train.lr by --set). model: the weights of a
-    pre-trained model, so that `init` is required. any: random weights or a pre-trained model."""
+    weights. If `init` then names a model that xscale has not trained, you must also set train.lr by --set. model: the
+    weights of a pre-trained model, so you must set `init`. any: random weights or a pre-trained model."""
     init: str | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
     hub, or a run or checkpoint of xscale. null: random weights in the architecture `preset`."""
@@ -52,8 +52,8 @@ class ModelConfig:
     attention_gain: PositiveFloat | None = None
     """The gain g of attention layers with random weights: the weights of the value and output projections have the
     standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in preset tiny,
-    g is then 0.23). With g = 1, the [CLS] vectors of different sentences are less similar at first, so contrastive
-    losses begin to fall earlier; other losses begin to fall somewhat later."""
+    g is then 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than with null.
+    So contrastive losses begin to fall earlier than with null, and other losses somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -68,8 +68,8 @@ class StreamConfig:
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the total loss of a step."""
     warm_in: NotNegative = 0.0
-    """The number of first steps in which the factor of the stream's loss rises linearly from 0 to `weight`. A number
-    below 1 is a share of train.steps."""
+    """The number of steps at the beginning of the run in which the factor of the stream's loss rises linearly from 0 to
+    `weight`. A number below 1 is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de or de-en, whose text and dictionaries the stream
     reads. null: the languages in data.languages."""
@@ -135,20 +135,20 @@ class TrainConfig:
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     head_lr: PositiveFloat | None = None
-    """The peak learning rate of heads that start from random weights: of the masked-LM head, unless model.init has a
-    trained one, and of the heads that objectives add. The learning rate of heads rises and falls in the same steps as
-    `lr`. null: `lr`."""
+    """The peak learning rate of new heads. The heads that objectives add are new. The masked-LM head (the layers that
+    predict tokens) is new unless model.init has a trained one. The learning rate of new heads rises and falls in the
+    same steps as `lr`. null: `lr`."""
     warmup: NotNegative = 0.1
-    """The number of first steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of
-    `steps`."""
+    """The number of steps at the beginning of the run in which the learning rate rises linearly to `lr`. A number below
+    1 is a share of `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
     """The curve by which the learning rate falls. The learning rate is `lr` times 1 - x (linear), (1 + cos(pi x)) / 2
     (cosine) or 1 - sqrt(x) (1-sqrt), where x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler
     of the ds_config if it has one."""
     decay: NotNegative | None = None
-    """The number of last steps in which the learning rate falls. Between warm-up and decay, the learning rate is
-    constant. A number below 1 is a share of `steps`. null: the learning rate falls in all steps after the warm-up. 0:
-    the learning rate never falls."""
+    """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
+    learning rate is constant. A number below 1 is a share of `steps`. null: the learning rate falls in all steps after
+    the warm-up. 0: the learning rate never falls."""
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and the weights of normalisation layers have no weight decay."""
     max_grad_norm: NotNegative = 1.0
@@ -168,7 +168,7 @@ class TrainConfig:
     the run trains in fp32."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
-    as an uninterrupted run. The backward pass of attention is then slower."""
+    as an uninterrupted run. The backward pass of attention is then slower than with false."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
@@ -223,7 +223,7 @@ class CheckpointConfig:
     """The number of steps between two checkpoints. The run also saves a checkpoint before its first step and after its
     last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """The number of newest checkpoints that the run keeps."""
+    """How many of its newest checkpoints the run keeps."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
     row of its results, and a score in this row. For example, heldout/tlm/loss is the loss of the stream tlm in the task

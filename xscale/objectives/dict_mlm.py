@@ -48,8 +48,8 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word.
     label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of the chosen words for which the objective uses a translation. Words count only if they have a
-    translation with the same number of tokens."""
+    """The share of the chosen words for which the objective uses a translation. The share does not count words that
+    have no translation with the same number of tokens."""
 
 
 _USE = rng.key("dict_mlm", "use")
