@@ -46,7 +46,7 @@ def seconds_through_loader(loader: Loader, workers: int) -> float:
 def print_speed(loader: Loader) -> None:
     dataset = loader.dataset()
     mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
-    plans = [mixture.next_part() for _ in range(STEPS)]
+    plans = [mixture.next_plan_of_rank() for _ in range(STEPS)]
     tokens = sum(dataset[plan].cost()["tokens"] for plan in plans)
     table = []
     for workers in (0, 1, 2):

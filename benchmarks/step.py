@@ -176,7 +176,7 @@ class StockLoop:
 
     def prepared(self) -> list[dict[str, Tensor]]:
         """Return the micro-batches of the next step."""
-        (drawn,) = self.mixture.next_part().tables.values()
+        (drawn,) = self.mixture.next_plan_of_rank().tables.values()
         examples = []
         for source, shard, record in zip(drawn.source, drawn.shard, drawn.record, strict=True):
             pair = self.loader.corpus.sources[source].read(int(shard), int(record))

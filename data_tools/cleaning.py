@@ -178,7 +178,7 @@ def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds
     """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens. bounds: the
     minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its special tokens."""
     sizes = list(map(len, tokenizer.encode(list(texts))))
-    special = tokenizer.pair.special if len(texts) == 2 else 2
+    special = tokenizer.pair.special_count if len(texts) == 2 else 2
     if min(sizes) < bounds[0]:
         return "too short"
     if sum(sizes) + special > bounds[1]:

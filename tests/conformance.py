@@ -68,7 +68,7 @@ def first_rows(loader: Loader, world: int = 1, max_tokens: int = WHOLE) -> list[
     found = []
     for rank in range(world):
         mixture = loader.mixture(Process(rank, world, rank, world), "cpu", start)
-        batch = dataset[mixture.next_part()]
+        batch = dataset[mixture.next_plan_of_rank()]
         if isinstance(batch, Exception):
             raise batch
         found.append(batch.rows)
@@ -139,7 +139,7 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line for each empty stream batch with other fields than a full one, or a loss or gradient that is not
     finite."""
     dataset = loader.dataset()
-    plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams)).next_part()
+    plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams)).next_plan_of_rank()
     for stream in loader.streams:
         name = stream.name
         full = dataset.stream_batches(stream, plan)[0]

@@ -229,7 +229,7 @@ def pieces_of(loader: Loader, steps: int) -> Iterator[dict[str, StreamBatch]]:
     mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
     dataset = loader.dataset()
     for _ in range(steps):
-        plan = mixture.next_part()
+        plan = mixture.next_plan_of_rank()
         yield {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.streams}
 
 

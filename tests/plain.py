@@ -93,7 +93,7 @@ def run(model: Any, sequences: Sequences, types: str | None = None) -> Any:
 
     config, inputs = model.config, {}
     ids_BL = padded(sequences.ids, config.pad_token_id)
-    if (sequences.positions != sequences.offsets).any():  # else the model counts for itself
+    if (sequences.positions != sequences.indices_in_sequence).any():  # else the model counts for itself
         first = config.pad_token_id + 1 if "roberta" in config.model_type else 0
         inputs["position_ids"] = padded(sequences.positions, 0) + first
     if types:

@@ -152,7 +152,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     linked, partners = word_links.sum_linked_states(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
     rows = [partners.columns[a:b].tolist() for a, b in pairwise(partners.offsets)]
-    assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and partners.size == len(linked)
+    assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and partners.state_count == len(linked)
 
 
 def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
@@ -160,7 +160,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     pairs = [("Peter \ufffd will \ufffd", "shaka vopina", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0].word_of_token) == 2 and len(sample[0].words[0].is_word) == 4
-    links_K2, _ = word_links.parse_links(sample)
+    links_K2, _ = word_links.links_and_word_flags(sample)
     layout = [[0, 1]]
     sequences = alignlm.join_segments(tokenizer, word_links.segments_of_layout(sample, layout), {"en": 0, "xx": 1})
     tokens = word_links.word_tokens(sample, layout, sequences, "first")
@@ -214,7 +214,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
     stream = Stream("alignlm", alignlm.OBJECTIVE, options, (0,), 40)
     dataset = make_dataset([source], [stream], context(tokenizer))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
-    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
+    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
     seen, found = 0, dataset.stream_batches(stream, plan)
     for stream_batch in found:
@@ -261,7 +261,7 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     stream = Stream("alignlm", alignlm.OBJECTIVE, alignlm.AlignLMOptions(), (0,), 4)
     dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
-    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
+    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
     stream_batches = dataset.stream_batches(stream, plan)
     too_long = MetricKey("too_long", "alignlm")
     assert sum(stream_batch.pair_counts[too_long] for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from tests import launch
 from tests.launch import open_run
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibrate import correction_from_groups, fit_line, fit_tokens_to_bytes, group_similar_samples
+from xscale.data.calibrate import (
+    choose_groups_to_tokenise,
+    correction_from_groups,
+    fit_slope_and_intercept,
+    fit_tokens_to_bytes,
+)
 from xscale.data.calibration import Calibration, Correction
 from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
@@ -55,15 +60,19 @@ def test_a_line_goes_through_its_points(lengths: list[int], tenths: int, base: i
     """Where tokens are a line of the bytes it is found; always are they right on average."""
     x = np.array(lengths, dtype=float)
     for y in (tenths / 10 * x + base + 200, np.random.default_rng(len(lengths)).uniform(1, 50, len(x))):
-        a, b = fit_line(x, y)
+        a, b = fit_slope_and_intercept(x, y)
         assert a >= 0 and (a * x + b).mean() == pytest.approx(y.mean(), abs=0.01)
     if len(set(lengths)) > 1:
-        assert fit_line(x, tenths / 10 * x + base + 200) == pytest.approx((tenths / 10, base + 200), abs=0.02)
+        assert fit_slope_and_intercept(x, tenths / 10 * x + base + 200) == pytest.approx(
+            (tenths / 10, base + 200), abs=0.02
+        )
 
 
 def test_records_of_one_length_and_records_of_no_sense() -> None:
-    assert fit_line(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
-    assert fit_line(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), "a shorter record has not more tokens"
+    assert fit_slope_and_intercept(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
+    assert fit_slope_and_intercept(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), (
+        "a shorter record has not more tokens"
+    )
     found = Calibration([(0.5, -30.0)], {})
     assert found.estimated_tokens(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
 
@@ -80,7 +89,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
         def words(self, shard: int, record: int) -> int:
             return 3 if shard == 0 else 5 + record % 40
 
-        def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+        def byte_lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
             return np.array([60 + 2 * self.words(shard, record) for record in records.tolist()])
 
     source: Any = Source()
@@ -92,7 +101,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 
 def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Correction:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
-    groups = group_similar_samples(estimated_tokens, max_length)
+    groups = choose_groups_to_tokenise(estimated_tokens, max_length)
     tokens = np.array([true[group].sum() for group in groups])
     return correction_from_groups(estimated_tokens, groups, tokens, max_length)
 
@@ -100,7 +109,7 @@ def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_L
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
     estimated_tokens = np.linspace(5, 100, 2048)
     assert read(estimated_tokens, estimated_tokens).beyond is None
-    assert read(estimated_tokens, estimated_tokens).row_tokens(np.array([300.0]), MAX_LENGTH).tolist() == [300]
+    assert read(estimated_tokens, estimated_tokens).corrected_tokens(np.array([300.0]), MAX_LENGTH).tolist() == [300]
     dropped = read(estimated_tokens + 200, np.zeros(2048))
     assert (dropped.ratio, dropped.beyond) == (1.0, 0.0)
     cut = read(estimated_tokens + 200, np.full(2048, 128.0))
@@ -108,7 +117,7 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
 
 
 def test_without_measured_statistics_estimates_are_not_corrected() -> None:
-    assert Correction().row_tokens(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
+    assert Correction().corrected_tokens(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
 
 
 def test_it_is_kept_as_json(loader) -> None:
@@ -136,7 +145,7 @@ def test_rows_have_as_many_tokens_as_estimated(loader, recipe: str) -> None:
         start = mixture.state
         estimated += mixture.next_plan().row_tokens.sum()
         mixture.state = start
-        tokens += sum(row.cost["tokens"] for row in dataset[mixture.next_part()].rows)
+        tokens += sum(row.cost["tokens"] for row in dataset[mixture.next_plan_of_rank()].rows)
     assert tokens == pytest.approx(estimated, rel=0.015)
 
 
@@ -152,7 +161,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(loader) -> None:
             start = mixture.state
             estimated = mixture.next_plan().row_tokens.sum()
             mixture.state = start
-            batch = dataset[mixture.next_part()]
+            batch = dataset[mixture.next_plan_of_rank()]
             found.append([batch.counts()[MetricKey("too_long", "tlm")] / 128, batch.cost()["tokens"] / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)

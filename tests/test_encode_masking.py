@@ -87,7 +87,7 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
     assert tokenizer.mask_id == reference.mask_token_id and tokenizer.vocab_size == len(reference)
     assert set(tokenizer.ordinary_ids.tolist()) == set(range(len(reference))) - set(reference.all_special_ids)
     types = [t for pair in odd for t in reference(*pair, return_token_type_ids=True)["token_type_ids"]]
-    assert tokenizer.pair.segments == (kind == "wordpiece") and tokenizer.pair.special == (3 if any(types) else 4)
+    assert tokenizer.pair.segments == (kind == "wordpiece") and tokenizer.pair.special_count == (3 if any(types) else 4)
     assert (joined.segments * tokenizer.pair.segments).tolist() == types
     specials = reference.all_special_ids
     unknown = reference.unk_token_id  # is text
@@ -126,7 +126,7 @@ def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -
         assert joined.languages[here].tolist() == languages
         assert joined.words[here].tolist() == words
         assert joined.lengths[number] == len(ids)
-        assert joined.offsets[here].tolist() == list(range(len(ids)))
+        assert joined.indices_in_sequence[here].tolist() == list(range(len(ids)))
         assert set(joined.numbers[here].tolist()) == {number} and joined.starts[number] == at
         assert joined.identities[number] == sequence[0][0].identity
         at += len(ids)
@@ -144,7 +144,7 @@ def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) ->
     samples = [[example] for example in examples]
 
     def fit_pairs(overlong: str, special: int = 3) -> list[Example]:
-        tokenizer: Any = SimpleNamespace(pair=SimpleNamespace(special=special))
+        tokenizer: Any = SimpleNamespace(pair=SimpleNamespace(special_count=special))
         return CollateContext(tokenizer, max_length, overlong, LANGUAGES).fit_pairs(samples)
 
     assert list(map(id, fit_pairs("drop"))) == list(map(id, fitting))

@@ -14,7 +14,7 @@ from tests import launch
 from tests.launch import open_run
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
-from xscale.data.shards import Source, find_sources, keep_first_records
+from xscale.data.shards import Source, find_sources, keep_first_records_per_language
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
@@ -51,7 +51,7 @@ def consumed(loader: Loader, steps: int) -> dict[str, list[str]]:
     mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
     dataset, keys = loader.dataset(), {}
     for _ in range(steps):
-        plan = mixture.next_part()
+        plan = mixture.next_plan_of_rank()
         for stream in loader.streams:
             keys.setdefault(stream.name, []).extend(
                 key for stream_batch in dataset.stream_batches(stream, plan) for key in stream_batch.keys
@@ -68,14 +68,14 @@ def test_a_source_ends_behind_its_first_records(texts: Path, shard_records: Call
     assert read == expected and source.records == len(expected)
     assert len(source.shards) == len(source.counts) == -(-len(expected) // 50)
     with pytest.raises(IndexError):
-        source.lengths(len(source.counts) - 1, np.array([source.counts[-1]]))
+        source.byte_lengths(len(source.counts) - 1, np.array([source.counts[-1]]))
 
 
 def test_each_language_has_its_first_records_in_the_order_given(texts: Path) -> None:
     """en-de and de-en are one pair of languages, whose sources are taken in the order of --data."""
 
     def counted(directories: list[str], first: int | None) -> dict[str, int]:
-        sources = keep_first_records(find_sources([texts / name for name in directories]), first)
+        sources = keep_first_records_per_language(find_sources([texts / name for name in directories]), first)
         return {source.directory.name: source.records for source in sources}
 
     assert counted(["a", "b", "c", "mono_en"], None) == {"a": 120, "b": 100, "c": 40, "mono_en": 90}

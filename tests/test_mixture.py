@@ -17,9 +17,9 @@ from xscale.data.mixture import (
     Mixture,
     Plan,
     PlanTable,
-    choose_by_rank,
-    choose_evenly,
-    plain_choose_by_rank,
+    choose_sources_evenly,
+    groups_by_sorted_order,
+    plain_groups_by_sorted_order,
     stream_weights,
 )
 from xscale.data.stream import Stream
@@ -43,11 +43,11 @@ class FakeSource:
         for shard in self.on:
             shard[0] = False
 
-    def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+    def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.sizes[shard][records]
 
     def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        return self.lengths(shard, records), self.on[shard][records]
+        return self.byte_lengths(shard, records), self.on[shard][records]
 
 
 SOURCES: list[Any] = [
@@ -128,7 +128,7 @@ def samples(plans: list[Plan]) -> dict[str, dict[int, list[Process]]]:
 def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Process]]]:
     """(stream, source) -> samples in order of consumption."""
     found: dict[tuple[str, int], list[list[Process]]] = defaultdict(list)
-    for plan in itertools.islice(iter(mixture(**arguments).next_part, None), steps):
+    for plan in itertools.islice(iter(mixture(**arguments).next_plan_of_rank, None), steps):
         for name, batch in samples([plan]).items():
             for sample in sorted(batch):
                 found[name, batch[sample][0][0]].append(batch[sample])
@@ -144,7 +144,7 @@ def test_global_batch_does_not_depend_on_the_cut(world: int, max_tokens: int) ->
     whole = mixture()
     ranks = [mixture(rank, world, max_tokens) for rank in range(world)]
     for _ in range(12):
-        expected, plans = whole.next_part(), [rank.next_part() for rank in ranks]
+        expected, plans = whole.next_plan_of_rank(), [rank.next_plan_of_rank() for rank in ranks]
         assert expected.rows == 1 and samples(plans) == samples([expected])
         assert [plan.state for plan in plans] == [expected.state] * world
         assert len({plan.rows for plan in plans}) == 1, "ranks differ in their number of rows"
@@ -164,7 +164,7 @@ def test_ranks_get_like_lengths() -> None:
     streams = [pairs("tlm", (0,), 64)]
     ranks = [mixture(rank, 4, 200, sources=sources, streams=streams) for rank in range(4)]
     for _ in range(5):
-        tokens = [row["tlm"].tokens.sum() for rank in ranks for row in rows_of(rank.next_part())]
+        tokens = [row["tlm"].tokens.sum() for rank in ranks for row in rows_of(rank.next_plan_of_rank())]
         assert len(tokens) > 4 and max(tokens) - min(tokens) <= 0.05 * max(tokens)
 
 
@@ -178,14 +178,14 @@ def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
         tokens = plan.tables["tlm"].tokens.sum() + ratio * table.tokens.sum()
         assert plan.row_tokens.sum() == tokens and (plan.row_tokens % 1 == 0).all()
         shares.append(np.bincount(table.row, weights=table.tokens))
-        batches.append(samples([mixture(rank, 4, **arguments).next_part() for rank in range(4)]))
+        batches.append(samples([mixture(rank, 4, **arguments).next_plan_of_rank() for rank in range(4)]))
     assert batches[0] == batches[1] and shares[0].tolist() != shares[1].tolist()
 
 
 def test_records_are_promised_what_their_source_s_line_says() -> None:
     plain_lines, lines = Calibration([(1.0, 0.0)] * 4, {}), Calibration([(0.5, 3.0)] * 4, {})
     places: Any = {"seed": 5, "alpha": 0.7, "max_length": LENGTH, "max_tokens": 999, "rank": 0, "world": 1}
-    one, other = (make_mixture(STREAMS, SOURCES, found, **places).next_part() for found in (plain_lines, lines))
+    one, other = (make_mixture(STREAMS, SOURCES, found, **places).next_plan_of_rank() for found in (plain_lines, lines))
     assert samples([one])["tlm"] == samples([other])["tlm"]
     for name in ("mlm", "tlm"):
         draw = next(row[name] for row in rows_of(other) if len(row[name].sample))
@@ -200,26 +200,26 @@ def test_records_are_promised_what_their_source_s_line_says() -> None:
 def test_resume_continues_exactly(stop: int) -> None:
     """From the state of any step, through JSON as in a checkpoint, at another world size too."""
     first = mixture()
-    plans = [first.next_part() for _ in range(40)]
+    plans = [first.next_plan_of_rank() for _ in range(40)]
     state = json.loads(json.dumps(plans[stop - 1].state))
     again = mixture(state=state)
     for plan in plans[stop:]:
-        resumed = again.next_part()
+        resumed = again.next_plan_of_rank()
         assert (resumed.step, resumed.state) == (plan.step, plan.state)
         assert plain(resumed) == plain(plan)
     ranks = [mixture(rank, 3, 100, state=state) for rank in range(3)]
     for plan in plans[stop:]:
-        assert samples([rank.next_part() for rank in ranks]) == samples([plan])
+        assert samples([rank.next_plan_of_rank() for rank in ranks]) == samples([plan])
 
 
 def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
     run = mixture()
-    plans = [run.next_part() for _ in range(4)]
+    plans = [run.next_plan_of_rank() for _ in range(4)]
     for old in ({}, {"order": 2}):
         state = {name: value for name, value in plans[1].state.items() if name != "order"} | old
         with pytest.raises(UserError, match=r"step 2 .*model\.init=CHECKPOINT"):
             mixture(state=state)
-        mixture(streams=[stream for stream in STREAMS if not stream.packed], state=state)
+        mixture(streams=[stream for stream in STREAMS if not stream.reads_running_text], state=state)
     mixture(state=plans[1].state)
 
 
@@ -283,9 +283,9 @@ def test_any_mixture_is_complete_and_cut_evenly(
     ranks = [mixture(rank, world, max_tokens, **arguments) for rank in range(world)]
     seen: Counter = Counter()
     for _ in range(6):
-        plans = [rank.next_part() for rank in ranks]
+        plans = [rank.next_plan_of_rank() for rank in ranks]
         batch = samples(plans)
-        assert batch == samples([whole.next_part()])
+        assert batch == samples([whole.next_plan_of_rank()])
         assert len({plan.rows for plan in plans}) == 1
         assert {name: sorted(found) for name, found in batch.items()} == {s.name: [*range(s.samples)] for s in streams}
         for name, found in batch.items():
@@ -313,6 +313,6 @@ def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypa
         source = np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), len(weights) - 1)
         expected = np.empty(samples, dtype=np.int64)
         expected[np.argsort(drawn[:-1], kind="stable")] = source
-        assert (choose_evenly(weights, samples, np.uint64(number)) == expected).all()
+        assert (choose_sources_evenly(weights, samples, np.uint64(number)) == expected).all()
         ends = np.searchsorted(source, np.arange(len(weights)), side="right")
-        assert (plain_choose_by_rank(drawn[:-1], ends) == choose_by_rank(drawn[:-1], ends)).all()
+        assert (plain_groups_by_sorted_order(drawn[:-1], ends) == groups_by_sorted_order(drawn[:-1], ends)).all()

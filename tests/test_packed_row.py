@@ -83,7 +83,7 @@ def gather_of(states: list[list[int]]) -> Gather:
 
 
 def lists(gather: Gather) -> list[list[int]]:
-    assert len(gather.offsets) == gather.size + 1 and gather.offsets.dtype == gather.columns.dtype == np.int32
+    assert len(gather.offsets) == gather.state_count + 1 and gather.offsets.dtype == gather.columns.dtype == np.int32
     return [gather.columns[a:b].tolist() for a, b in pairwise(gather.offsets.tolist())]
 
 
@@ -159,7 +159,7 @@ def test_a_row_has_the_sequences_and_states_of_its_streams() -> None:
 
         summed, counts = [], {}
         for stream, stream_batch in stream_batches.items():
-            counts[stream] = {name: states.size for name, states in stream_batch.states.items()}
+            counts[stream] = {name: states.state_count for name, states in stream_batch.states.items()}
             for states in stream_batch.states.values():
                 summed += [stream_batch.sequences.ids[tokens].tolist() for tokens in lists(states)]
         read = ids[row.places]

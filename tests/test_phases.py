@@ -193,7 +193,7 @@ def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> N
     lines = loader.calibration.lines
     for stream in loader.streams:
         sources = [loader.corpus.sources[s] for s in stream.sources]
-        size = [sum(int(s.lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
+        size = [sum(int(s.byte_lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
         tokens = []
         for i, n, source in zip(stream.sources, size, sources, strict=True):
             tokens.append(lines[i][0] * n + lines[i][1] * source.records)
@@ -202,7 +202,7 @@ def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> N
         drawn = Counter(drawing.next_plan().tables[stream.name].source.tolist())
         wanted = np.array(n) ** 0.7 / (np.array(n) ** 0.7).sum()
         assert drawing.weights.last[0] == pytest.approx(wanted, rel=0.02)
-        if not stream.packed:
+        if not stream.reads_running_text:
             assert [drawn[s] / 1000 for s in stream.sources] == pytest.approx(wanted, abs=0.01)
 
 

@@ -41,7 +41,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    plans = start_planner(run, steps) if workers else (run.next_part() for _ in range(steps))
+    plans = start_planner(run, steps) if workers else (run.next_plan_of_rank() for _ in range(steps))
     return load_batches(plans, dataset, workers)
 
 
@@ -80,7 +80,7 @@ def of_node(steps: int, **how: Any) -> list[Iterator[Any]]:
 
 
 def test_one_process_plans_for_all_ranks_of_a_node() -> None:
-    alone = [[run.next_part() for _ in range(60)] for run in (mixture(rank, 4, 100) for rank in (0, 1, 3))]
+    alone = [[run.next_plan_of_rank() for _ in range(60)] for run in (mixture(rank, 4, 100) for rank in (0, 1, 3))]
     found = list(zip(*of_node(60), strict=True))  # as ranks go, step by step
     assert len(multiprocessing.active_children()) <= 1
     for steps, expected in zip(found, zip(*alone, strict=True), strict=True):
@@ -135,12 +135,12 @@ def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch
             before, deadline = len(log.read_text()), time.monotonic() + 60
             assert child.pid
             os.kill(child.pid, signal.SIGUSR1)
-            while not (where := re.search(r" in (_worker_loop|_plan)\n", log.read_text()[before:])):
+            while not (where := re.search(r" in (_worker_loop|_run_planner)\n", log.read_text()[before:])):
                 assert time.monotonic() < deadline, log.read_text() + Path(f"/proc/{child.pid}/status").read_text()
                 time.sleep(0.05)
             time.sleep(0.2)  # it goes on to the stack's end
             found.append(where[1])
-        assert sorted(found) == ["_plan", "_worker_loop", "_worker_loop"]
+        assert sorted(found) == ["_run_planner", "_worker_loop", "_worker_loop"]
         assert all(child.is_alive() for child in children)
     finally:
         faulthandler.unregister(signal.SIGUSR1)

@@ -132,7 +132,7 @@ def plain_moco(
 def queries_of(stream_batch: StreamBatch) -> list[list[int]]:
     """The query views, which stand behind the sequences of words."""
     n = len(stream_batch.sequences.lengths)
-    return ids_of(part_of(stream_batch.sequences, n - stream_batch.states["query"].size, n))
+    return ids_of(part_of(stream_batch.sequences, n - stream_batch.states["query"].state_count, n))
 
 
 def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:

@@ -157,7 +157,7 @@ def samples_of(loader: Loader) -> tuple[dict[str, StreamBatch], dict[str, list[E
     (stream_batches,) = launch.pieces_of(loader, 1)
     mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
     mixture.max_tokens = 1 << 40
-    dataset, plan = loader.dataset(), mixture.next_part()
+    dataset, plan = loader.dataset(), mixture.next_plan_of_rank()
     examples = {}
     for stream in loader.streams:
         examples[stream.name] = list(dataset.examples(stream, plan.tables[stream.name], dataset.stream_context(stream)))

@@ -122,7 +122,7 @@ class Run:
         """The sequences of a source's first epoch, by steps of one sample: none spans two epochs."""
         found: list[list[int]] = []
         while self.mixture.state["positions"]["mlm"][0][0] == 0:
-            for stream_batch in self.dataset.stream_batches(self.stream, self.mixture.next_part()):
+            for stream_batch in self.dataset.stream_batches(self.stream, self.mixture.next_plan_of_rank()):
                 found += originals(stream_batch)
         return found
 

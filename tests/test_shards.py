@@ -81,7 +81,7 @@ def test_every_record_by_idx_equals_a_scan_of_the_tar(mono: Path, shard_records)
         assert [zlib.crc32(data[start : start + length]) for start, length, _ in rows] == [crc for *_, crc in rows]
         order = random.Random(0).sample(range(len(records)), len(records))
         assert [json.loads(source.read(number, n).to_json()) for n in order] == [records[n] for n in order]
-        lengths = source.lengths(number, np.array(order))
+        lengths = source.byte_lengths(number, np.array(order))
         assert lengths.tolist() == [rows[n][1] for n in order]
 
 
@@ -201,7 +201,7 @@ def test_a_spread_is_the_source_in_few_shards(copy: Path) -> None:
     few = source.with_few_shards(2)
     assert few.counts.tolist() == [300, 100] and [shard.name[-5] for shard in few.shards] == ["0", "2"]
     assert few.read(1, 99) == source.read(2, 99) and few.records == source.records == 700
-    assert few.lengths(1, slice(None)).tolist() == source.lengths(2, slice(None)).tolist()
+    assert few.byte_lengths(1, slice(None)).tolist() == source.byte_lengths(2, slice(None)).tolist()
     assert source.with_few_shards(9).counts.tolist() == source.counts.tolist()
 
 
@@ -274,14 +274,14 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
 
     def idx_read_for(source: Source) -> list[str]:
         opened.clear()
-        found = [source.lengths(shard, slice(None)) for shard in range(3) for _ in range(2)]
+        found = [source.byte_lengths(shard, slice(None)) for shard in range(3) for _ in range(2)]
         assert all((a == b).all() for a, b in zip(found[::2], expected, strict=True))
         return sorted({name for name in opened if name.endswith(".idx")})
 
     all_idx = [f"mono-{shard:06d}.idx" for shard in range(3)]
     assert idx_read_for(Source(copy)) == []
     few = Source(copy).with_few_shards(2)
-    assert (few.lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
+    assert (few.byte_lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
     whole = (copy / "entries").read_bytes()
     for damaged, read in (
         (whole[:40] + b"x" + whole[41:], all_idx[:1]),

@@ -72,7 +72,7 @@ def test_words_that_were_cut_off_have_no_link(tokenizer: Tokenizer) -> None:
     options = word_contrast.WordContrastOptions()
     whole = word_contrast.collate(samples, options, context(tokenizer))
     assert whole.target_counts == {"words": 2}, "1-1 and 1-2 share a word, 4-4 is punctuation"
-    assert whole.states["first"].size == whole.states["second"].size == len(whole.arrays["texts"]) == 2
+    assert whole.states["first"].state_count == whole.states["second"].state_count == len(whole.arrays["texts"]) == 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -104,8 +104,8 @@ def test_losses_by_language(demo: Path) -> None:
     for stream in ("mlm", "tlm"):
         counts = [n for name, n in found.items() if name.startswith(f"count/{stream}/")]
         assert sum(counts) == batch.counts()[count_key(stream, "mlm")]
-    special = loader.corpus.tokenizer.pair.special
-    plan = loader.mixture(ALONE, "cpu", initial_state(loader.streams)).next_part()
+    special = loader.corpus.tokenizer.pair.special_count
+    plan = loader.mixture(ALONE, "cpu", initial_state(loader.streams)).next_plan_of_rank()
     pairs = next(stream for stream in loader.streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import character_places, project_links
+from xscale.data.link_projection import character_indices_of_words, project_links
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import segment_into_words, split_words_and_symbols
 
@@ -192,7 +192,11 @@ def test_links_of_the_aligners_text_are_carried_over() -> None:
     links, dropped = project_links("4-1 4-5", texts, moses)  # a full stop with a word
     assert links == "5-6" and dropped == 1
     assert project_links("", texts, moses) == ("", 0)
-    assert character_places("naive x", "nai@@ ve x") == [[0, 1, 2], [3, 4], [6]]  # what is not in the text has no place
+    assert character_indices_of_words("naive x", "nai@@ ve x") == [
+        [0, 1, 2],
+        [3, 4],
+        [6],
+    ]  # what is not in the text has no place
     with pytest.raises(ValueError, match="less than half of the characters of the tokenised text"):
         project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
     with pytest.raises(ValueError, match=r"link '9-0' must be i-j, with i below 5 and j below 6"):

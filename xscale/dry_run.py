@@ -101,7 +101,7 @@ def requirement_lines(
             f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
         )
     begin = time.perf_counter()
-    second = raise_failure(dataset[mixture.next_part()])
+    second = raise_failure(dataset[mixture.next_plan_of_rank()])
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
     yield (

@@ -66,7 +66,7 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     data = recipe.data
     drawn = DRAWN
     longest: float = data.max_length
-    if stream.packed:
+    if stream.reads_running_text:
         drawn = min(DRAWN, max(DRAWN_TOKENS // data.max_length, GROUP))
         longest = math.inf  # running text is split into samples that fit, so none is dropped or cut
     few: Sequence[Stream] = [replace(stream, samples=drawn)]
@@ -80,9 +80,9 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
         rank=0,
         world=1,
     )
-    table = mixture.next_part().tables[stream.name]
+    table = mixture.next_plan_of_rank().tables[stream.name]
     estimated_tokens = np.bincount(table.sample, weights=table.tokens)
-    groups = group_similar_samples(estimated_tokens, longest)
+    groups = choose_groups_to_tokenise(estimated_tokens, longest)
     group_of_sample = np.full(drawn, -1)
     for number, group in enumerate(groups):
         group_of_sample[group] = number
@@ -99,7 +99,7 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     )
 
 
-def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
+def choose_groups_to_tokenise(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Return the indices of the samples to tokenise, in groups with similar estimates. A sample over max_length forms a
     group by itself."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
@@ -147,22 +147,22 @@ def correction_from_groups(
 
 
 def fit_tokens_to_bytes(
-    source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
+    source: Source, tokenizer: Tokenizer, max_shards: int = LINE_SHARDS, records_per_shard: int = 32
 ) -> tuple[float, float]:
-    """Return (a, b): a record has about a * bytes + b tokens. They are fitted to `sample` records of each of at most
-    `shards` shards."""
+    """Return (a, b): a record has about a * bytes + b tokens. They are fitted to `records_per_shard` records of
+    each of at most `max_shards` shards."""
     tokens = list[float]()
     lengths = list[np.ndarray]()
-    for shard in evenly_spaced(len(source.counts), shards).tolist():
-        records = evenly_spaced(int(source.counts[shard]), sample)
-        lengths.append(source.lengths(shard, records))
+    for shard in evenly_spaced(len(source.counts), max_shards).tolist():
+        records = evenly_spaced(int(source.counts[shard]), records_per_shard)
+        lengths.append(source.byte_lengths(shard, records))
         for record in records.tolist():
             ids = tokenizer.encode(list(source.read(shard, record).texts))
             tokens.append(sum(map(len, ids)) + len(ids))
-    return fit_line(np.concatenate(lengths).astype(float), np.array(tokens, dtype=float))
+    return fit_slope_and_intercept(np.concatenate(lengths).astype(float), np.array(tokens, dtype=float))
 
 
-def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
+def fit_slope_and_intercept(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
     """Return (a, b): a * lengths + b approximates `tokens` and has the same mean. Both arrays are [n_records]."""
     variance = lengths.var()
     slope = ((lengths - lengths.mean()) * tokens).mean() / variance if variance else 0.0

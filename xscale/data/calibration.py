@@ -26,7 +26,7 @@ class Correction:
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
 
-    def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
+    def corrected_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
         are exact."""
         tokens = estimated_tokens * self.ratio
@@ -47,15 +47,16 @@ class Calibration:
     phases: list[dict[str, Correction]] = field(default_factory=list)
     """The statistics of each stream, by its name, in each phase."""
 
-    def corrections(self, ends: tuple[int, ...]) -> Schedule[dict[str, Correction]]:
-        """Return the statistics of each stream, by its name, in each step. ends: the first step after each phase."""
-        return Schedule(ends, (*self.phases, self.streams))
+    def corrections(self, phase_ends: tuple[int, ...]) -> Schedule[dict[str, Correction]]:
+        """Return the statistics of each stream, by its name, in each step. phase_ends: the first step after
+        each phase."""
+        return Schedule(phase_ends, (*self.phases, self.streams))
 
-    def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
-        """Return the estimated tokens of records of a source [n_records]. source: the source's index. length: bytes of
-        each record [n_records]."""
+    def estimated_tokens(self, source: int, byte_lengths: np.ndarray) -> np.ndarray:
+        """Return the estimated tokens of records of a source [n_records]. source: the source's index. byte_lengths:
+        bytes of each record [n_records]."""
         a, b = self.lines[source]
-        return np.maximum(a * length + b, 1.0)
+        return np.maximum(a * byte_lengths + b, 1.0)
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Calibration":

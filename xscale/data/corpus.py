@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.shards import Shard, Source, find_sources, keep_first_records, languages_of
+from xscale.data.shards import Shard, Source, find_sources, keep_first_records_per_language, languages_of
 from xscale.data.stream import (
     Stream,
     check_data_languages,
@@ -96,7 +96,7 @@ def open_corpus(
     host_group = host_group or HostGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
-    sources = keep_first_records(all_sources, recipe.data.first)
+    sources = keep_first_records_per_language(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, host_group))
     streams = with_idle_sources(without_idle, sources)
@@ -184,7 +184,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     that reads pairs. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
-    stream = next((stream for stream in corpus.streams.last if not stream.packed), None)
+    stream = next((stream for stream in corpus.streams.last if not stream.reads_running_text), None)
     if stream is None:
         raise UserError(
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"

@@ -81,10 +81,10 @@ class Lexicon:
 
 
 @cache
-def without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
+def without_withheld(lexicon: Lexicon, withheld_share: float) -> Lexicon:
     """Return the dictionary without the entries that are withheld from objectives, as one object for all streams.
-    heldout: the share of withheld entries."""
-    word_share = 1 - (1 - heldout) ** 0.5
+    withheld_share: the share of withheld entries."""
+    word_share = 1 - (1 - withheld_share) ** 0.5
     distinct = set(chain.from_iterable(lexicon.words))
     withheld = {word for word in distinct if is_withheld(word, word_share)}
     kept = [withheld.isdisjoint(entry) for entry in lexicon.words]
@@ -99,10 +99,10 @@ def normalise_word(word: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
-def is_withheld(word: str, heldout: float) -> bool:
-    """Return True if the entries of this word are withheld from all objectives. heldout: the share of withheld
+def is_withheld(word: str, withheld_share: float) -> bool:
+    """Return True if the entries of this word are withheld from all objectives. withheld_share: the share of withheld
     words."""
-    return int(rng.key("lexicon_heldout", normalise_word(word))) < heldout * 2**64
+    return int(rng.key("lexicon_heldout", normalise_word(word))) < withheld_share * 2**64
 
 
 Word = tuple[int, ...]
@@ -117,7 +117,7 @@ class Synonym(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def translations_by_word(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
+def same_length_translations(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language in all its dictionaries, sorted by token ids. A
     translation is returned only if it has as many tokens as the word, and every token differs."""
     synonyms_of: dict[Word, set[Synonym]] = {}
@@ -134,14 +134,14 @@ def translations_by_word(lexicons: tuple[Lexicon, ...], language: str) -> dict[W
 
 
 @lru_cache(maxsize=16)
-def differing_entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
+def differing_entries(lexicons: tuple[Lexicon, ...], single_tokens_only: bool) -> tuple[Ragged, Ragged]:
     """Return the token ids of the source sides, and those of the target sides, of all entries whose sides differ: N
-    lists each. single: only entries that have one token on each side."""
+    lists each. single_tokens_only: only entries that have one token on each side."""
     sources = list[list[int]]()
     targets = list[list[int]]()
     for lexicon in lexicons:
         for source, target in zip(*lexicon.ids, strict=True):
-            if source != target and (not single or len(source) == len(target) == 1):
+            if source != target and (not single_tokens_only or len(source) == len(target) == 1):
                 sources.append(source)
                 targets.append(target)
     return Ragged.from_lists(sources), Ragged.from_lists(targets)

@@ -29,20 +29,20 @@ def split_at_spaces(text: str) -> list[str]:
     return _LINK_WORD.findall(text)
 
 
-def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
-    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the numbers of words of the two
-    texts. Raises ValueError for a link that is malformed or outside of the texts."""
+def parse_pharaoh(links: str, word_counts: tuple[int, int]) -> list[Link]:
+    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. word_counts: the numbers of words of the
+    two texts. Raises ValueError for a link that is malformed or outside of the texts."""
     if LINKS.fullmatch(links):
         numbers = list(map(int, links.replace("-", " ").split()))
         parsed = list(zip(numbers[::2], numbers[1::2], strict=True))
-        wrong = [f"{i}-{j}" for i, j in parsed if i >= sizes[0] or j >= sizes[1]]
+        wrong = [f"{i}-{j}" for i, j in parsed if i >= word_counts[0] or j >= word_counts[1]]
         if not wrong:
             return parsed
     else:
         wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
     raise ValueError(
-        f"the word link {wrong[0]!r} must be i-j, with i below {sizes[0]} and j below {sizes[1]}, the numbers of words "
-        "of the two sentences"
+        f"the word link {wrong[0]!r} must be i-j, with i below {word_counts[0]} and j below {word_counts[1]}, the "
+        "numbers of words of the two sentences"
     )
 
 
@@ -88,13 +88,13 @@ def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> lis
     """Return the numbers of the words of `text` that each word of `tokenised` overlaps. word_of_char: the number of the
     word to which each character of `text` belongs; negative if it belongs to none."""
     words = list[list[int]]()
-    for characters in character_places(text, tokenised):
+    for characters in character_indices_of_words(text, tokenised):
         numbers = word_of_char[characters]
         words.append(np.unique(numbers[numbers >= 0]).tolist())
     return words
 
 
-def character_places(text: str, tokenised: str) -> list[list[int]]:
+def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
     """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half
     of the characters match."""
     if tokenised is text:

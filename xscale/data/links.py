@@ -23,7 +23,7 @@ Layout = list[list[int]]
 """The numbers of the texts of each sequence. Text s of pair p has the number 2p + s."""
 
 
-def parse_links(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
+def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     """Return the two words of each link, one of a pair's first text and one of its second text [K, 2], and for each of
     the two False if it is a symbol, such as a punctuation mark, otherwise True [K, 2]. No link occurs twice.
 
@@ -45,12 +45,12 @@ def parse_links(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     return links_K2, np.concatenate(is_word_of_texts)[links_K2]
 
 
-def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
-    """Return the links of a pair. sizes: the numbers of words of its texts. Raises UserError."""
+def pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
+    """Return the links of a pair. word_counts: the numbers of words of its texts. Raises UserError."""
     problem = "the field `links` is missing (a pair without linked words needs an empty field)"
     if pair.links is not None:
         try:
-            return parse_pharaoh(pair.links, sizes)
+            return parse_pharaoh(pair.links, word_counts)
         except ValueError as error:
             problem = str(error)
     raise UserError(
@@ -103,26 +103,26 @@ def word_tokens(
     return Ragged(tokens, np.bincount(words, minlength=int(word_counts.sum())))
 
 
-def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
+def token_links(word_links: np.ndarray, tokens_of_words: Ragged) -> np.ndarray:
     """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
-    links: see parse_links."""
-    first = tokens.select_lists(links[:, 0])
-    second = tokens.select_lists(np.repeat(links[:, 1], first.lengths))
+    word_links: see links_and_word_flags."""
+    first = tokens_of_words.select_lists(word_links[:, 0])
+    second = tokens_of_words.select_lists(np.repeat(word_links[:, 1], first.lengths))
     # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.
     return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
-def sum_linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
+def sum_linked_states(token_links: np.ndarray, masked: np.ndarray, token_count: int) -> tuple[np.ndarray, Gather]:
     """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
     of the tokens to which it is linked.
 
-    The sums are rows of A^T H: H has the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. links: links of
-    tokens [Z, 2]. masked: the masked tokens [M]. tokens: N.
+    The sums are rows of A^T H: H has the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. token_links: the
+    links of tokens [Z, 2]. masked: the masked tokens [M]. token_count: N.
     """
-    row_of_token = np.full(tokens, -1, dtype=np.int64)
+    row_of_token = np.full(token_count, -1, dtype=np.int64)
     row_of_token[masked] = np.arange(len(masked))
-    i = np.concatenate([links[:, 0], links[:, 1]])
-    j = np.concatenate([links[:, 1], links[:, 0]])
+    i = np.concatenate([token_links[:, 0], token_links[:, 1]])
+    j = np.concatenate([token_links[:, 1], token_links[:, 0]])
     is_masked = row_of_token[i] >= 0
     ones = distinct_pairs(row_of_token[i[is_masked]], j[is_masked])
     counts = np.bincount(ones[:, 0], minlength=len(masked))

@@ -30,7 +30,7 @@ from xscale.data.planner import (
     start_planner,
 )
 from xscale.data.sequences import Example
-from xscale.data.shards import Source, pair_name
+from xscale.data.shards import Source, sorted_pair_name
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, begins_with_unspaced_script
@@ -78,7 +78,8 @@ class StepBatch:
     def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
         return {
-            stream: sum(row.auxiliary[stream].gather.size for row in self.rows) for stream in self.rows[0].auxiliary
+            stream: sum(row.auxiliary[stream].gather.state_count for row in self.rows)
+            for stream in self.rows[0].auxiliary
         }
 
     def cost(self) -> dict[str, int]:
@@ -148,7 +149,7 @@ class StepDataset(Dataset):
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             stream_batch = replace(
                 stream_batch,
-                pair_counts=count_pairs(stream.name, row_examples, context),
+                pair_counts=count_drawn_and_overlong_pairs(stream.name, row_examples, context),
                 keys=[example.key for example in row_examples],
                 language_groups=stream.language_groups,
             )
@@ -175,7 +176,7 @@ class StepDataset(Dataset):
         for source_number, shard, record_number in places:
             source = self.sources[source_number]
             record = source.read(shard, record_number, self.readahead)
-            if not stream.packed:
+            if not stream.reads_running_text:
                 record = cut_long_texts(record, words_wanted, context)
             if words_wanted:
                 record = source.renumber_links(record)
@@ -188,7 +189,7 @@ class StepDataset(Dataset):
         texts = list(chain.from_iterable(record.texts for record in records))
         # A record of running text has one text, so `follows` and `texts` have the same numbers below.
         follows = self.continues_document(table).tolist()
-        if context.tokenizer.keeps_space and stream.packed:
+        if context.tokenizer.keeps_space and stream.reads_running_text:
             for number, text in enumerate(texts):
                 if follows[number] and not begins_with_unspaced_script(text):
                     texts[number] = " " + text
@@ -197,7 +198,7 @@ class StepDataset(Dataset):
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
-        borders = borders_of_long_texts(texts, ids, context) if stream.packed else {}
+        borders = cut_points_of_long_texts(texts, ids, context) if stream.reads_running_text else {}
         identities = self.identities(context, table)
         samples = table.sample.tolist()
         start = 0
@@ -236,9 +237,9 @@ class StepDataset(Dataset):
         return rng.hash64(per_source, number)
 
 
-def count_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
+def count_drawn_and_overlong_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
     """Return the counts of sampled and of overlong pairs in a row (StreamBatch.pair_counts)."""
-    room = context.max_length - context.tokenizer.pair.special
+    room = context.max_length - context.tokenizer.pair.special_count
     all_too_long = MetricKey("too_long", stream)
     counts = Counter({all_too_long: 0})
     for name in context.language_groups:
@@ -247,7 +248,7 @@ def count_pairs(stream: str, examples: list[Example], context: CollateContext) -
             counts[all_too_long._replace(language=name)] = 0
     for example in examples:
         if len(example.ids) == 2:
-            pair = pair_name(example.langs)
+            pair = sorted_pair_name(example.langs)
             is_too_long = sum(map(len, example.ids)) > room
             counts[all_too_long] += is_too_long
             counts[all_too_long._replace(language=pair)] += is_too_long
@@ -267,7 +268,7 @@ def cut_long_texts(pair: Record, words: bool, context: CollateContext) -> Record
     return cut._replace(links="") if words else cut
 
 
-def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
+def cut_points_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
     """Return {index of a text that is longer than a sequence: the tokens before which it may be cut}."""
     borders = dict[int, list[int]]()
     for number, tokens in enumerate(ids):
@@ -338,7 +339,7 @@ class Loader:
         with `host_group` one for each node. All ranks of `host_group` call it together."""
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
-            return (mixture.next_part() for _ in range(steps))
+            return (mixture.next_plan_of_rank() for _ in range(steps))
         return start_planner(mixture, steps, find_node(host_group) if host_group else None)
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:

@@ -2,8 +2,8 @@
 
 In each step a stream takes `samples` samples from its sources. A language, or pair of languages, i is sampled with
 probability proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow. Each source is read in
-the order of its epoch. A sample is one record; in a packed stream, a sample is running text that fills about one
-sequence (order.py). The samples of a step are chosen first, and then assigned to ranks and rows (balance.py).
+the order of its epoch. A sample is one record; in a stream of running text, it is text that fills about one sequence
+(order.py). The samples of a step are chosen first, and then assigned to ranks and rows (balance.py).
 
 The state has the number of the step, and the position of each stream in each of its sources. All later samples follow
 from the state.
@@ -30,7 +30,8 @@ from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
 
 PACK_FILL = 0.94
-"""A packed sample has at most this share of data.max_length in estimated tokens, because estimates have errors."""
+"""A sample of running text has at most this share of data.max_length in estimated tokens, because estimates have
+errors."""
 
 ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
@@ -43,7 +44,8 @@ class Position(NamedTuple):
     records: int
     """The number of records read in the epoch."""
     rooms: tuple[tuple[int, int], ...] = ()
-    """(records, room) for each change of Mixture.room in the epoch: up to `records`, the room was `room`."""
+    """(records, room) for each change of the room, Mixture.max_sample_tokens, in the epoch: up to `records`, the room
+    was `room`."""
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Position":
@@ -154,8 +156,9 @@ class Mixture:
         self.world = world
         self.state = state or initial_state(streams.last)
         """The state, as checkpoints have it: "step", the number of planned steps; "positions" of each stream, by its
-        name, in each of its sources; "order", see ORDER; "room", see `room`, of the last planned step. In a fork with
-        other sources, "sources_at_start" has the number of sources that each stream had before."""
+        name, in each of its sources; "order", see ORDER; "room", `max_sample_tokens` of the last planned
+        step. In a fork with other sources, "sources_at_start" has the number of sources that each stream had
+        before."""
         weights = list[list[np.ndarray]]()
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
@@ -164,14 +167,14 @@ class Mixture:
         """For each phase and stream, the probability of each of the stream's sources."""
         self._orders: dict[tuple[str, int], EpochOrder] = {}
         """The order of the epoch that is being read, by stream and source."""
-        if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
+        if self.state.get("order") != ORDER and any(stream.reads_running_text for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by a version of xscale that reads text in "
                 "another order. Continue the run with the version of xscale that began the run, or start a new "
                 "run from the weights of the checkpoint: --set model.init=CHECKPOINT, and another --out"
             )
 
-    def next_part(self) -> Plan:
+    def next_plan_of_rank(self) -> Plan:
         """Return this rank's part of the next step's plan, and advance the state."""
         return self.next_plan().parts_of_ranks([self.rank])[0]
 
@@ -183,7 +186,7 @@ class Mixture:
         tokens: dict[str, np.ndarray] = {}
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
-            by_source = self._choose_sources(stream, weights)
+            by_source = self._samples_by_source(stream, weights)
             positions[stream.name] = []
             pieces = list[PlanTable]()
             for source, samples, position in zip(stream.sources, by_source, self._positions(stream), strict=True):
@@ -194,7 +197,7 @@ class Mixture:
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             correction = self.corrections.at(step).get(stream.name, Correction())
             tables[stream.name] = table
-            tokens[stream.name] = correction.row_tokens(estimated, data.max_length)
+            tokens[stream.name] = correction.corrected_tokens(estimated, data.max_length)
         # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
         row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
@@ -203,29 +206,34 @@ class Mixture:
         borders = np.cumsum(list(map(len, tokens.values())))[:-1]
         for (name, table), row_of_stream_sample in zip(tables.items(), np.split(row_of_sample, borders), strict=True):
             tables[name] = table._replace(row=row_of_stream_sample[table.sample])
-        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
+        self.state = self.state | {
+            "step": step + 1,
+            "positions": positions,
+            "order": ORDER,
+            "room": self.max_sample_tokens,
+        }
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
 
     @property
-    def room(self) -> int:
-        """The maximum number of estimated tokens of a packed sample of the next step."""
+    def max_sample_tokens(self) -> int:
+        """The room: the maximum number of estimated tokens of a sample of running text in the next step."""
         return int(PACK_FILL * self.data.at(self.state["step"]).max_length)
 
-    def _choose_sources(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
+    def _samples_by_source(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
         """Return, for each of the stream's sources, the numbers of the samples that it gives to the next step."""
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         key = rng.key(self.seed, stream.name, "source", self.state["step"])
-        chosen = read[choose_evenly(weights[read], stream.samples, key)]
+        chosen = read[choose_sources_evenly(weights[read], stream.samples, key)]
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
     def _positions(self, stream: Stream) -> list[Position]:
         """Return the stream's position in each of its sources. A change of the room since the last step is added."""
-        room_before = self.state.get("room", self.room)
+        room_before = self.state.get("room", self.max_sample_tokens)
         positions = list[Position]()
         for numbers in self.state["positions"][stream.name]:
             position = Position.from_list(numbers)
-            if stream.packed and room_before != self.room:
+            if stream.reads_running_text and room_before != self.max_sample_tokens:
                 position = position._replace(rooms=(*position.rooms, (position.records, room_before)))
             positions.append(position)
         return positions
@@ -270,7 +278,7 @@ class Mixture:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
         changes."""
         opened = self.sources[source]
-        rooms = (*position.rooms, (opened.records, self.room)) if stream.packed else ()
+        rooms = (*position.rooms, (opened.records, self.max_sample_tokens)) if stream.reads_running_text else ()
         kept = self._orders.get((stream.name, source))
         if kept and kept.epoch == position.epoch and kept.rooms == rooms:
             return kept
@@ -306,7 +314,7 @@ def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> li
     sizes = []
     for source, (a, b) in zip(sources, lines, strict=True):
         shards = evenly_spaced(len(source.counts), SIZED).tolist()
-        lengths = np.concatenate([source.lengths(shard, slice(None)) for shard in shards])
+        lengths = np.concatenate([source.byte_lengths(shard, slice(None)) for shard in shards])
         sizes.append(source.records * (a * float(lengths.mean()) + b))
     return sizes
 
@@ -343,7 +351,7 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
-def choose_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
+def choose_sources_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     """Return the number of the source of each sample. Source i is chosen weights[i] * samples times, rounded up or
     down. weights: the probability of each source.
 
@@ -353,37 +361,37 @@ def choose_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarr
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
     ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
-    return choose_by_rank(drawn[:-1], ends)
+    return groups_by_sorted_order(drawn[:-1], ends)
 
 
-def plain_choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Rank the numbers in ascending order, from 0. Return 0 for ranks below ends[0], 1 for the other ranks below
-    ends[1], and so on. ends: in ascending order; ends[-1] is len(numbers)."""
+def plain_groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+    """Rank the numbers in ascending order, from 0. Return 0 for ranks below group_ends[0], 1 for the other ranks below
+    group_ends[1], and so on. group_ends: in ascending order; group_ends[-1] is len(numbers)."""
     rank = np.empty(len(numbers), dtype=np.int64)
     rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
-    return np.searchsorted(ends, rank, side="right")
+    return np.searchsorted(group_ends, rank, side="right")
 
 
-def choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the same as plain_choose_by_rank, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
+def groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+    """Return the same as plain_groups_by_sorted_order, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
 
     The leading bits of nearly every number decide its place. Only the other numbers are sorted.
     """
     bits = (numbers * BUCKETS).astype(np.uint16)
     borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))
-    choice_of_lowest = np.searchsorted(ends, borders[:-1], side="right")
-    choice_of_highest = np.searchsorted(ends, borders[1:] - 1, side="right")
-    chosen = choice_of_lowest.astype(np.min_scalar_type(len(ends)))[bits]
+    choice_of_lowest = np.searchsorted(group_ends, borders[:-1], side="right")
+    choice_of_highest = np.searchsorted(group_ends, borders[1:] - 1, side="right")
+    chosen = choice_of_lowest.astype(np.min_scalar_type(len(group_ends)))[bits]
     unclear = np.flatnonzero((choice_of_lowest < choice_of_highest)[bits])
     unclear = unclear[np.argsort(numbers[unclear], kind="stable")]
     unclear_bits = bits[unclear]
     place_in_bucket = np.arange(len(unclear)) - np.searchsorted(unclear_bits, unclear_bits)
-    chosen[unclear] = np.searchsorted(ends, borders[unclear_bits] + place_in_bucket, side="right")
+    chosen[unclear] = np.searchsorted(group_ends, borders[unclear_bits] + place_in_bucket, side="right")
     return chosen
 
 
 BUCKETS = 1 << 12
-"""The number of entries of the table that `choose_by_rank` looks up by the leading bits of a random number."""
+"""The number of entries of the table that `groups_by_sorted_order` looks up by the leading bits of a random number."""
 
 
 def describe_sources_read(

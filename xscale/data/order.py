@@ -238,7 +238,7 @@ def arrange_text(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndar
 
     sizes: tokens of each record [n]. follows: True for each record that continues the document of the record before it
     [n]. room: the maximum number of tokens of a sample."""
-    first = divide_into_runs(sizes, np.flatnonzero(~follows), room)
+    first = find_run_starts(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = pack_into_bins(np.add.reduceat(sizes, first)[shuffled], room)
     # numpy sorts 16-bit numbers in linear time.
@@ -288,7 +288,7 @@ def pack_into_bins(sizes: np.ndarray, room: int) -> np.ndarray:
     return bin_of
 
 
-def divide_into_runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
+def find_run_starts(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     """Divide items into runs of consecutive items, and return the first item of each run. A run has as many items as
     fit into `room`, at least one, and ends before the next border.
 

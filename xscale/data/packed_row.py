@@ -154,7 +154,7 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     auxiliary = dict[str, Row]()
     keys = dict[str, list[str]]()
     for stream, part in stream_batches.items():
-        state_counts[stream] = {name: gathered.size for name, gathered in part.states.items()}
+        state_counts[stream] = {name: gathered.state_count for name, gathered in part.states.items()}
         for term, ids in part.labels.items():
             labels.append(ids)
             label_counts[loss_key(stream, term)] = len(ids)

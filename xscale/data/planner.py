@@ -85,7 +85,9 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
     planner = None
     if node is None or listener:
         connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: planner_end}
-        planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
+        planner = multiprocessing.Process(
+            target=_run_planner, args=(mixture, steps, connect), name="planner", daemon=True
+        )
         with safe_forks():
             planner.start()
         atexit.register(planner.kill)
@@ -148,7 +150,7 @@ def _planner_death(planner: multiprocessing.Process | None) -> RuntimeError:
     return RuntimeError(f"the process that plans the steps {how}")
 
 
-def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
+def _run_planner(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
     leave_signals_to_parent()
     connections = connect()
@@ -194,11 +196,11 @@ BEGIN_SECONDS = 20
 @contextmanager
 def safe_forks() -> Iterator[None]:
     """Return a context in which os.fork returns in the parent after it has returned in the child."""
-    with mock.patch.object(os, "fork", partial(_fork, os.fork)):
+    with mock.patch.object(os, "fork", partial(_fork_with_retries, os.fork)):
         yield
 
 
-def _fork(fork: Callable[[], int]) -> int:
+def _fork_with_retries(fork: Callable[[], int]) -> int:
     while True:
         read_end, write_end = os.pipe()
         pid = fork()

@@ -70,7 +70,7 @@ class Sequences:
         return np.cumsum(self.lengths) - self.lengths
 
     @property
-    def offsets(self) -> np.ndarray:
+    def indices_in_sequence(self) -> np.ndarray:
         """Index of each token within its sequence [N]."""
         return indices_within(self.lengths)
 

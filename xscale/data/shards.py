@@ -100,7 +100,7 @@ class Source:
 
     @property
     def sorted_name(self) -> str:
-        return pair_name(self.langs)
+        return sorted_pair_name(self.langs)
 
     @cached_property
     def linked_pairs(self) -> int:
@@ -190,7 +190,7 @@ class Source:
                 f"data index {self.directory}` if the shards were changed on purpose"
             )
 
-    def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+    def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         """Return the length in bytes of records of one shard [n_records]."""
         return self.lengths_and_continuations(shard, records)[0]
 
@@ -253,7 +253,7 @@ class Source:
 
     def continues_document(self, shard: int, record: int) -> bool:
         """Return whether the record continues the document of the record before it."""
-        return bool(self._entry(shard, record)[1] & FOLLOWS)
+        return bool(self._offset_length_crc(shard, record)[1] & FOLLOWS)
 
     def fetch(self, shard: int, damaged: int = 0) -> None:
         """Fetch a shard of a source at a URL, unless it is in the cache. damaged: see Remote.fetch. Raises OSError."""
@@ -264,7 +264,7 @@ class Source:
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
         file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
-        offset, length, crc = self._entry(shard, record)
+        offset, length, crc = self._offset_length_crc(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
         path = f"{self.directory}/{about.name}"
@@ -320,7 +320,7 @@ class Source:
         text = piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
-    def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
+    def _offset_length_crc(self, shard: int, record: int) -> tuple[int, int, int]:
         """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
@@ -392,7 +392,7 @@ def open_file(owner: object, path: str, readahead: bool) -> OpenFile:
     return file
 
 
-def pair_name(langs: Iterable[str]) -> str:
+def sorted_pair_name(langs: Iterable[str]) -> str:
     """Return the name of a language, or of a pair of languages in either order: "en-hi" for (en, hi) and (hi, en)."""
     return "-".join(sorted(langs))
 
@@ -545,7 +545,7 @@ def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> Non
             )
 
 
-def keep_first_records(sources: list[Source], first: int | None) -> list[Source]:
+def keep_first_records_per_language(sources: list[Source], first: int | None) -> list[Source]:
     """Remove all records of each language or pair but its first `first` records; None: keep all. Return the sources
     that still have records."""
     if first is None:

@@ -39,7 +39,7 @@ class Stream:
     """The objective's name, for error messages."""
 
     @property
-    def packed(self) -> bool:
+    def reads_running_text(self) -> bool:
         """True if a sample is running text that fills about one sequence, False if it is a pair."""
         return self.objective.record_kind == "mono"
 

@@ -15,7 +15,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.sequences import Example, Sequences, truncate_pair
-from xscale.data.shards import pair_name
+from xscale.data.shards import sorted_pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import Counts
 
@@ -53,7 +53,7 @@ class CollateContext:
         cut in proportion; otherwise it is left out. samples: one pair each."""
         fitting = list[Example]()
         for (pair,) in samples:
-            excess = sum(map(len, pair.ids)) - (self.max_length - self.tokenizer.pair.special)
+            excess = sum(map(len, pair.ids)) - (self.max_length - self.tokenizer.pair.special_count)
             if excess <= 0:
                 fitting.append(pair)
             elif self.overlong == "truncate":
@@ -71,12 +71,12 @@ class CollateContext:
         groups = np.full(len(distinct), len(self.language_groups))
         for i, (first_number, last_number) in enumerate(distinct.tolist()):
             languages = {language_of[first_number], language_of[last_number]}  # one language, or two
-            name = pair_name(languages)
+            name = sorted_pair_name(languages)
             if name in self.language_groups:
                 groups[i] = self.language_groups.index(name)
         return groups[which]
 
-    def types(self, language_embeddings: bool) -> Types | None:
+    def token_type_field(self, language_embeddings: bool) -> Types | None:
         """Return the field of Sequences that has the token types of pairs; None: all types are 0."""
         if language_embeddings:
             return "languages"
@@ -97,7 +97,7 @@ class Gather(NamedTuple):
     """The tokens of all states, one state after the other [K], int32."""
 
     @property
-    def size(self) -> int:
+    def state_count(self) -> int:
         """Number of states S."""
         return len(self.offsets) - 1
 
@@ -112,9 +112,9 @@ class Gather(NamedTuple):
         the number of tokens of each sum [S]."""
         return Gather(offsets_from_counts(counts), tokens.astype(np.int32))
 
-    def shift(self, tokens: int) -> "Gather":
-        """Return the gather for a row in which the tokens follow `tokens` other tokens."""
-        return self._replace(columns=self.columns + tokens)
+    def shift(self, token_count: int) -> "Gather":
+        """Return the gather for a row in which the tokens follow `token_count` other tokens."""
+        return self._replace(columns=self.columns + token_count)
 
     @staticmethod
     def concat(gathers: Iterable["Gather"]) -> "Gather":
@@ -126,12 +126,12 @@ class Gather(NamedTuple):
             columns.append(gather.columns)
         return Gather.sums(np.concatenate(columns), np.concatenate(counts))
 
-    def transpose(self, tokens: int) -> "Gather":
-        """Return the transposed matrix: for each of `tokens` tokens, the states whose sums have the token. It turns the
-        gradient of the states into the gradient of the hidden states."""
+    def transpose(self, token_count: int) -> "Gather":
+        """Return the transposed matrix: for each token, the states whose sums have the token. It turns the gradient
+        of the states into the gradient of the hidden states. token_count: the number of tokens."""
         by_column = np.argsort(self.columns, kind="stable")  # the K entries in the order of their tokens
-        states = np.repeat(np.arange(self.size), np.diff(self.offsets))
-        return Gather.sums(states[by_column], np.bincount(self.columns, minlength=tokens))
+        states = np.repeat(np.arange(self.state_count), np.diff(self.offsets))
+        return Gather.sums(states[by_column], np.bincount(self.columns, minlength=token_count))
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def mask_tokens(
     sequence and on the index of the token (or the number of the word) in it.
     """
     identities_N = sequences.identities[sequences.numbers]
-    offsets_N = sequences.offsets.astype(np.uint64)
+    offsets_N = sequences.indices_in_sequence.astype(np.uint64)
     units_N = offsets_N
     if whole_word:
         assert sequences.words is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
@@ -245,13 +245,13 @@ def masked_lm(
     mask_prob: float,
     whole_word: bool = False,
     types: Types | None = None,
-    neutral: float = 0.0,
+    neutral_share: float = 0.0,
     samples: int | None = None,
     term: str = "mlm",
 ) -> StreamBatch:
     """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
 
-    types: see StreamBatch. neutral: the share of sequences that get the language number 0, and positions that run
+    types: see StreamBatch. neutral_share: the share of sequences that get the language number 0, and positions that run
     through both sentences, as transformers encodes a pair by default. samples: the number of samples; None: the number
     of sequences.
     """
@@ -263,7 +263,7 @@ def masked_lm(
     languages = sequences.languages
     positions = sequences.positions
     if types == "languages":
-        is_neutral = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
+        is_neutral = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral_share
         is_neutral_N = is_neutral[sequences.numbers]
         languages = np.where(is_neutral_N, 0, languages)
         positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)

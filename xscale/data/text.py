@@ -152,10 +152,10 @@ def piece_of_text(text: str, number: int, pieces: int) -> str:
     A piece ends at the last white space in its second half. If there is none, it ends at the last place in that half
     that keeps combining marks with their letters.
     """
-    return text[_end_of_pieces(text, number, pieces) : _end_of_pieces(text, number + 1, pieces)].strip()
+    return text[_end_of_first_pieces(text, number, pieces) : _end_of_first_pieces(text, number + 1, pieces)].strip()
 
 
-def _end_of_pieces(text: str, number: int, pieces: int) -> int:
+def _end_of_first_pieces(text: str, number: int, pieces: int) -> int:
     """Return the index in `text` at which the first `number` of `pieces` pieces end."""
     end = len(text) * number // pieces
     if number in (0, pieces):

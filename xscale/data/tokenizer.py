@@ -25,7 +25,7 @@ class PairTemplate(NamedTuple):
     """True if the tokens of A have type 0 and the tokens of B have type 1."""
 
     @property
-    def special(self) -> int:
+    def special_count(self) -> int:
         return len(self.first) + len(self.between) + len(self.last)
 
 

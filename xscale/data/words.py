@@ -174,26 +174,26 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
     return TokenWords(np.concatenate(word_of_token), np.concatenate(tokens), np.concatenate(words), is_word)
 
 
-def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
+def token_words(texts: list[str], token_counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
     """Return the words of each text, and the tokens that overlap them.
 
-    counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2]. A
-    token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does not
-    belong to symbols (Unigram tokenizers have tokens such as `en.`).
+    token_counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2].
+    A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does
+    not belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
     segmented = segment_into_words([*texts, "."])  # so that there is at least one symbol
-    text_of = np.repeat(np.arange(len(counts)), counts)
+    text_of = np.repeat(np.arange(len(token_counts)), token_counts)
     tokens, words = _pairs_of_token_and_word(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
     word_of_token = np.full(len(spans), -1)
     word_of_token[tokens[::-1]] = words[::-1]
-    token_borders = np.concatenate([[0], np.cumsum(counts)])
+    token_borders = np.concatenate([[0], np.cumsum(token_counts)])
     overlap_borders = np.searchsorted(tokens, token_borders)
     tokens -= token_borders[text_of[tokens]]
     words_of_tokens = np.split(word_of_token, token_borders[1:-1].tolist())
     overlapping = np.split(tokens, overlap_borders[1:-1].tolist())
     overlapped = np.split(words, overlap_borders[1:-1].tolist())
-    is_word = np.split(segmented.is_word, segmented.words[1:-1].tolist())[: len(counts)]
+    is_word = np.split(segmented.is_word, segmented.words[1:-1].tolist())[: len(token_counts)]
     return list(map(TokenWords, words_of_tokens, overlapping, overlapped, is_word))
 
 

@@ -18,7 +18,7 @@ from xscale.data.corpus import Corpus, check_file_sizes, select_linked_sources
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
-from xscale.data.shards import Source, find_sources, keep_first_records
+from xscale.data.shards import Source, find_sources, keep_first_records_per_language
 from xscale.data.stream import Stream, matching_sources, unify_language_names
 from xscale.errors import UserError
 from xscale.eval import retrieval
@@ -74,7 +74,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     language of theirs, and if a task of retrieval has no pairs."""
     sources = find_sources([*map(parse_location, task.data)], recipe.data.cache)
     unify_language_names(sources, preferred=corpus.languages)
-    sources = keep_first_records(sources, task.limit)
+    sources = keep_first_records_per_language(sources, task.limit)
     trained = {source.fingerprint for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -129,7 +129,7 @@ class HeldoutTask:
         streams = list[Stream]()
         measured = {}
         for stream in streams_of_heldout_text(recipe, loader.corpus, sources):
-            if stream.packed:
+            if stream.reads_running_text:
                 text = sum(tokens[source] for source in stream.sources)
                 stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
             if hasattr(stream.options, "language_dropout"):

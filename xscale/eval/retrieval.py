@@ -170,8 +170,8 @@ def make_stream_batch(
     per sentence, for "tokens" one per token. sentences: token ids."""
     segments = [[(Example((language,), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
     sequences = join_segments(model.tokenizer, segments, model.language_ids([language]))
-    is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
-    tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
+    is_last = sequences.indices_in_sequence == sequences.lengths[sequences.numbers] - 1
+    tokens = np.flatnonzero((sequences.indices_in_sequence > 0) & ~is_last)
     states = {
         "mean": Gather.sums(tokens, sequences.lengths - 2),
         "cls": Gather.single(sequences.starts),

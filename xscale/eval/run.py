@@ -15,7 +15,7 @@ from tqdm import tqdm
 from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
-from xscale.data.shards import Source, find_sources, languages_of, pair_name
+from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
@@ -165,7 +165,9 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
             for langs in combinations(sorted(paths), 2):
                 if not has_english or "en" in map(short_code, langs):
                     read = partial(read_parallel_lines, paths[langs[0]], paths[langs[1]], args.limit)
-                    rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
+                    rows.append(
+                        ResultsRow("retrieval", sorted_pair_name(langs), Path(name), partial(evaluate, langs, read))
+                    )
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Use folders with one file per "
@@ -230,7 +232,7 @@ def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow
             layers=args.layer or [retrieval.ALL],
             limit=args.limit or RECORDS,
         )
-        rows.append(ResultsRow("aer", pair_name(langs), paths[0], evaluate))
+        rows.append(ResultsRow("aer", sorted_pair_name(langs), paths[0], evaluate))
     return rows
 
 

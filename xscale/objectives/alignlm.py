@@ -84,9 +84,9 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     for p, side in enumerate(first_sides(pairs, options.shuffle_sides)):
         layout.append([2 * p + side, 2 * p + 1 - side])
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
+    stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.token_type_field(False))
     masked = stream_batch.states["masked"]
-    links_K2, is_word_K2 = links.parse_links(pairs)
+    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
     of_one_kind = is_word_K2[:, 0] == is_word_K2[:, 1]
     tokens_of_words = links.word_tokens(pairs, layout, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)
@@ -105,7 +105,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
         states={"masked": masked, "linked": partners},
         labels={"mono": labels, "bi": labels[linked_R]},
         group_of_target=group_of_target,
-        target_counts={"mono": masked.size, "bi": partners.size, "links": len(partners.columns)},
+        target_counts={"mono": masked.state_count, "bi": partners.state_count, "links": len(partners.columns)},
         arrays=arrays,
     )
 

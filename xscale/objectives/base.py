@@ -88,7 +88,7 @@ class HasQueue(AuxiliaryState, Protocol):
         vector_counts: the number of vectors that each rank has computed; None: the ranks must first exchange these
         numbers."""
 
-    def finish_warmup(self) -> int:
+    def enqueue_new_vectors(self) -> int:
         """Add the computed vectors to the queue. During warm-up, every rank calls this once per global batch, after
         `encode` of all its rows. Returns the number of samples in the queue."""
 

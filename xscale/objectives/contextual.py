@@ -88,7 +88,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         others.append([2 * p + 1 - side])
     layout = anchors + others
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    links_K2, is_word_K2 = links.parse_links(pairs)
+    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
     last = links.word_tokens(pairs, layout, sequences, "last")
     usable = are_one_to_one(links_K2) & is_word_K2.all(axis=1)
     first, second = links.token_links(links_K2[usable], last).T
@@ -98,7 +98,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     return StreamBatch(
         sequences=sequences,
         states={"first": Gather.single(first), "second": Gather.single(second), "anchors": anchor_tokens},
-        target_counts={"align": len(first), "anchor": anchor_tokens.size, "tokens": int((~is_special).sum())},
+        target_counts={"align": len(first), "anchor": anchor_tokens.state_count, "tokens": int((~is_special).sum())},
         samples=len(pairs),
         auxiliary=StreamBatch(alone, {"anchors": anchor_tokens}, {}, len(pairs)),
     )
@@ -127,12 +127,12 @@ def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions
 ) -> Losses:
     """Return the sums L and R of the paper."""
-    L = squared_distances(states["first"], states["second"])
-    R = squared_distances(states["anchors"], states["auxiliary"])
+    L = sum_squared_distances(states["first"], states["second"])
+    R = sum_squared_distances(states["anchors"], states["auxiliary"])
     return Losses(sums={"align": L, "anchor": R})
 
 
-def squared_distances(a: Tensor, b: Tensor) -> Tensor:
+def sum_squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """Return `(a - b).square().sum()`, in fp32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) - b.to(wide)).square().sum()

@@ -29,7 +29,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from xscale import rng
-from xscale.data.lexicon import translations_by_word
+from xscale.data.lexicon import same_length_translations
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
@@ -97,7 +97,8 @@ def translate_targets(
 ) -> Translations:
     """Return the translations that the target tokens use. targets: their indices [M]."""
     tables = {
-        number: translations_by_word(context.lexicons, language) for language, number in context.language_ids.items()
+        number: same_length_translations(context.lexicons, language)
+        for language, number in context.language_ids.items()
     }
     if not any(tables.values()):
         raise UserError(
@@ -105,9 +106,9 @@ def translate_targets(
             "have the same number of tokens, and different tokens at each position. Use a larger dictionary, or a "
             "tokenizer with a larger vocabulary"
         )
-    firsts, sizes = wholly_selected_words(sequences, targets)
+    firsts, sizes = spans_of_wholly_selected_words(sequences, targets)
     identities_W = sequences.identities[sequences.numbers[firsts]]
-    offsets_W = sequences.offsets[firsts]
+    offsets_W = sequences.indices_in_sequence[firsts]
     uses_W = rng.uniform(identities_W ^ _USE, offsets_W) < options.dict_share
     chance_W = rng.uniform(identities_W ^ _DRAW, offsets_W)
 
@@ -126,7 +127,7 @@ def translate_targets(
     return Translations(used_N[targets], ids_N[targets], languages_N[targets])
 
 
-def wholly_selected_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def spans_of_wholly_selected_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first token and the number of tokens of each word whose tokens are all targets [W]."""
     if sequences.words is None:
         assert not len(targets)

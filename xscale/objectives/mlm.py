@@ -62,7 +62,7 @@ def make_masked_batch(
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
         types="languages" if options.language_embeddings else None,
-        neutral=options.language_dropout,
+        neutral_share=options.language_dropout,
         samples=sample_count,
     )
 

@@ -115,11 +115,11 @@ class PpaOptions:
         return self.momentum_ramp - (self.momentum_ramp - self.momentum) * falling
 
     @property
-    def word_term(self) -> str:
+    def masked_lm_term(self) -> str:
         return "mlm" if self.replace_tlm_with_mlm else "tlm"
 
 
-def sample_count_problem(options: PpaOptions, samples: int) -> str | None:
+def queue_size_problem(options: PpaOptions, samples: int) -> str | None:
     """Return what is wrong with queue_size and the remedy, or None. samples: the stream's samples of a step."""
     if not options.moco_weight or options.queue_size >= samples:
         return None
@@ -175,7 +175,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
 def masked_batch(
     pairs: list[Example], first_sides: list[int], options: PpaOptions, context: CollateContext
 ) -> StreamBatch:
-    """Return the batch of the term `word_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
+    """Return the batch of the term `masked_lm_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
     segments = []
     for pair, first in zip(pairs, first_sides, strict=True):
         second = 1 - first
@@ -186,8 +186,8 @@ def masked_batch(
         else:
             segments.append([(pair, first), (pair, second)])
     sequences = join_segments(context.tokenizer, segments, context.language_ids)
-    types = None if options.replace_tlm_with_mlm else context.types(False)
-    return masked_lm(sequences, context, mask_prob=options.mask_prob, types=types, term=options.word_term)
+    types = None if options.replace_tlm_with_mlm else context.token_type_field(False)
+    return masked_lm(sequences, context, mask_prob=options.mask_prob, types=types, term=options.masked_lm_term)
 
 
 _SIDE = (rng.key("ppa", "side 0"), rng.key("ppa", "side 1"))
@@ -205,7 +205,7 @@ def pooling_gather(sentences: Sequences, pooling: str) -> Gather:
     if pooling == "cls":
         return Gather.single(sentences.starts)
     last_offsets = np.repeat(sentences.lengths, sentences.lengths) - 1
-    is_special = (sentences.offsets == 0) | (sentences.offsets == last_offsets)
+    is_special = (sentences.indices_in_sequence == 0) | (sentences.indices_in_sequence == last_offsets)
     return Gather.sums(np.flatnonzero(~is_special), sentences.lengths - 2)
 
 
@@ -292,7 +292,7 @@ class Moco:
             self.queue.push(keys_ND, step, texts_N2)
         self.step_keys = None
 
-    def finish_warmup(self) -> int:
+    def enqueue_new_vectors(self) -> int:
         self._enqueue(self.step)
         return self.queue.filled
 
@@ -309,10 +309,10 @@ class Moco:
 
 
 def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
-    """Return the predictions of `word_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
+    """Return the predictions of `masked_lm_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
     predictions = []
     if options.tlm_weight:
-        predictions.append(Prediction(options.word_term, parts.encoder.features(states["masked"])))
+        predictions.append(Prediction(options.masked_lm_term, parts.encoder.features(states["masked"])))
     if not options.moco_weight:
         return Losses(predictions)
     loss, metrics = moco_loss(parts, states, arrays["texts"], options)
@@ -376,7 +376,7 @@ def terms(options: PpaOptions) -> dict[str, float]:
     if options.moco_weight:
         weights["moco"] = options.moco_weight
     if options.tlm_weight:
-        weights[options.word_term] = options.tlm_weight
+        weights[options.masked_lm_term] = options.tlm_weight
     return weights
 
 
@@ -400,6 +400,6 @@ OBJECTIVE = Objective(
     terms=terms,
     heads=build_heads,
     auxiliary_state=build_auxiliary_state,
-    check=sample_count_problem,
+    check=queue_size_problem,
     advise=option_warnings,
 )

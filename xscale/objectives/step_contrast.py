@@ -35,16 +35,16 @@ def vectors_and_text_hashes(parts: Parts, states: dict[str, Tensor], arrays: dic
 
 def byte_columns(numbers_S2: Tensor) -> Tensor:
     """Return the bytes of int64 numbers [S, 16]."""
-    return (numbers_S2[..., None] >> _shifts(numbers_S2) & 255).flatten(1)
+    return (numbers_S2[..., None] >> _bit_shifts(numbers_S2) & 255).flatten(1)
 
 
 def from_byte_columns(bytes_V16: Tensor) -> Tensor:
     """Return the int64 numbers that have these bytes [V, 2]. It is the inverse of `byte_columns`."""
     bytes_V28 = bytes_V16.to(torch.int64).unflatten(1, (2, _BYTES))
-    return (bytes_V28 << _shifts(bytes_V28)).sum(-1)
+    return (bytes_V28 << _bit_shifts(bytes_V28)).sum(-1)
 
 
-def _shifts(tensor: Tensor) -> Tensor:
+def _bit_shifts(tensor: Tensor) -> Tensor:
     return torch.arange(0, 8 * _BYTES, 8, device=tensor.device)
 
 

@@ -36,8 +36,8 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: CollateC
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
-        types=context.types(options.language_embeddings),
-        neutral=options.language_dropout,
+        types=context.token_type_field(options.language_embeddings),
+        neutral_share=options.language_dropout,
     )
 
 

@@ -44,7 +44,7 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     layout = [[2 * p] for p in range(len(pairs))]
     layout += [[2 * p + 1] for p in range(len(pairs))]
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    links_K2, is_word_K2 = links.parse_links(pairs)
+    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
     word_tokens = links.word_tokens(pairs, layout, sequences, "all")
     has_tokens_K2 = word_tokens.lengths[links_K2] > 0
     usable = are_one_to_one(links_K2) & (is_word_K2 & has_tokens_K2).all(axis=1)

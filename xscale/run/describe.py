@@ -78,7 +78,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
         where = "" if recipe is loader.recipe else " in a phase of the run"
         for stream in streams:
             share = corrections_of_phase[stream.name].too_long
-            if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
+            if recipe.data.overlong == "drop" and not stream.reads_running_text and share > DROPPED:
                 lines.append(
                     f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because these pairs are "
                     f"longer than data.max_length ({length} tokens). Set a larger data.max_length or "
@@ -116,7 +116,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
         weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
         for number, weight in zip(stream.sources, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
-            if stream.packed:
+            if stream.reads_running_text:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             texts.append(f"{loader.corpus.sources[number].sorted_name} {weight:.2%} ({epochs:,.2f} epochs)")

@@ -232,7 +232,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
                 (auxiliary,) = row.auxiliary.values()
                 (arrays,) = row.to(device).arrays.values()
                 auxiliary_state.encode(module.encoder, auxiliary.to(device), [arrays])
-            have = auxiliary_state.finish_warmup()
+            have = auxiliary_state.enqueue_new_vectors()
             if have >= wanted:
                 break
         if have < wanted:

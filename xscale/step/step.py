@@ -163,7 +163,7 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
             arrays = [rows[number].arrays[stream] for number in group]
             on_device = joined.to(rows[0].labels.device)
             states = module.auxiliary_states[stream].encode(module.encoder, on_device, arrays)
-            sizes = [rows[number].auxiliary[stream].gather.size for number in group]
+            sizes = [rows[number].auxiliary[stream].gather.state_count for number in group]
             for number, states_of_row in zip(group, states.split(sizes), strict=True):
                 shared[number][stream] = {"auxiliary": states_of_row}
     return shared

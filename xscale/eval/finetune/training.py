@@ -57,7 +57,7 @@ class SequenceMaker:
 
     def max_ordinary_tokens(self, text_count: int) -> int:
         """Return the maximum number of ordinary tokens of a sequence. text_count: 1 or 2."""
-        return self.max_length - self.templates[text_count].special
+        return self.max_length - self.templates[text_count].special_count
 
     def make_inputs(self, texts: Sequence[list[int]], languages: tuple[str, str]) -> dict[str, list[int]]:
         """Return the encoder's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`.
