@@ -110,7 +110,7 @@ def run(entries: list[dict[str, Any]]) -> int:
     if len(entries) == 1:
         now.update(entries[0])
         return train.main(entries[0]["arguments"])
-    process = ranks.read_launcher()
+    process = ranks.process_of_launcher()
     ranks.join_process_group(process)
     host_group = HostGroup()
     for entry in entries:

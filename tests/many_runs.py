@@ -33,7 +33,7 @@ Status.set_steps_done = stopping_step  # type: ignore[method-assign]
 
 calibrate.DRAWN, calibrate.READ = 256, 64  # fewer samples, which takes a second less of each run
 
-process = ranks.read_launcher()
+process = ranks.process_of_launcher()
 ranks.join_process_group(process)
 host_group = HostGroup()
 try:

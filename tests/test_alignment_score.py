@@ -17,8 +17,8 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
 from xscale.eval.alignment_score import (
     ProbeWords,
-    build_probes,
-    build_probes_of_run,
+    collect_probe_words,
+    collect_probe_words_of_run,
     token_ids_of_language,
     token_ids_trained_on,
 )
@@ -63,7 +63,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     tokens = {language: token_ids_of_language(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
-    for words in build_probes([lexicon], [], 0.2, tokens).values():
+    for words in collect_probe_words([lexicon], [], 0.2, tokens).values():
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single_token_pairs().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
 
@@ -115,7 +115,7 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
             for a, b in draw.integers(0, 40, (40, 2)).tolist()
         ]
         lexicon = lexicon_of(langs, *entries)
-        withheld, trained = build_probes([lexicon], [lexicon], 0.5, tokens).values()
+        withheld, trained = collect_probe_words([lexicon], [lexicon], 0.5, tokens).values()
         seen: set[int] = set()
         for *words, a, b in entries:
             if not any(is_withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
@@ -135,7 +135,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return build_probes([lexicon], read, 0.3, tokens)[MetricKey("alignment", "de-en")].queries.tolist()
+        return collect_probe_words([lexicon], read, 0.3, tokens)[MetricKey("alignment", "de-en")].queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -145,7 +145,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:
     one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
-    found = build_probes([one, two], [], 0.3, {"en": np.arange(9)})
+    found = collect_probe_words([one, two], [], 0.3, {"en": np.arange(9)})
     assert [str(metric) for metric in found] == ["alignment/de-en", "alignment_trained/de-en"]
     assert found[MetricKey("alignment", "de-en")].pairs_P2.tolist() == [[1, 2], [5, 6]]
 
@@ -205,11 +205,11 @@ def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: p
     words = ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets]
     corpus = launch.loader_of(words, measured=False).corpus
     lists = sum(-(-source.records // 100) for source in corpus.sources if "xx" in source.langs)
-    assert len(build_probes_of_run(corpus, HostGroup(), noted.append)) == 2
+    assert len(collect_probe_words_of_run(corpus, HostGroup(), noted.append)) == 2
     assert noted == ["counting tokens of xx"] * lists and lists > 9
     other = HostGroup()
     other.is_main = False
-    assert build_probes_of_run(corpus, other, noted.append) == {}
+    assert collect_probe_words_of_run(corpus, other, noted.append) == {}
 
 
 def test_too_few_words_have_no_score(
@@ -227,7 +227,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            withheld, trained = build_probes_of_run(loader.corpus, HostGroup(), lambda doing: None).values()
+            withheld, trained = collect_probe_words_of_run(loader.corpus, HostGroup(), lambda doing: None).values()
         left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the dictionary's words"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

@@ -277,7 +277,7 @@ def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepMod
 
 def read_on_a_rank(init: Path, folder: Path) -> None:
     """Write how often the rank has read weights, and the weights that it has."""
-    process = ranks.read_launcher()
+    process = ranks.process_of_launcher()
     ranks.join_process_group(process)
     reads, plain = [], restore.read_full_weights
     restore.read_full_weights = lambda path: reads.append(path) or plain(path)  # type: ignore[func-returns-value]

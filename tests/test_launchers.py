@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch):
 
     def start(environment: dict[str, str], may_be_alone: bool = False) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.read_launcher(may_be_alone)
+        process = ranks.process_of_launcher(may_be_alone)
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -87,7 +87,7 @@ def test_an_environment_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
     with pytest.raises(UserError, match=named):
-        ranks.read_launcher()
+        ranks.process_of_launcher()
 
 
 def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
@@ -271,7 +271,7 @@ def listening():
     return {found.laddr for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
 
 before = listening()
-process = ranks.read_launcher()
+process = ranks.process_of_launcher()
 ranks.join_process_group(process)
 group = ranks.HostGroup()
 assert group.begin_sum([3])() == [3 * process.world]
@@ -309,7 +309,7 @@ def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> N
     communicator = SimpleNamespace(Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
     with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py finds only 1"):
-        ranks.read_launcher()
+        ranks.process_of_launcher()
 
 
 def allocate() -> Exception:

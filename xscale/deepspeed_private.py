@@ -38,7 +38,7 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def discover_mpi_ranks(port: int) -> None:
+def set_environment_by_mpi(port: int) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
     from deepspeed.comm.comm import mpi_discovery
 
@@ -93,7 +93,7 @@ def weights_without_gradient(engine: Any) -> list[nn.Parameter]:
 
 
 @contextmanager
-def manual_gradients(engine: Any) -> Iterator[None]:
+def as_backward_pass(engine: Any) -> Iterator[None]:
     """Return a context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
@@ -128,7 +128,7 @@ def has_flat_gradients(engine: Any) -> bool:
     return optimizer.reduce_scatter and not optimizer.use_grad_accum_attribute
 
 
-def give_flat_gradients(engine: Any) -> list[Tensor]:
+def allocate_flat_gradients(engine: Any) -> list[Tensor]:
     """Give every trained weight a gradient of zeros, to which backward passes then add. The gradients of a group are
     views of one flat tensor, which has the order and the padding of DeepSpeed's flat weights. Return these tensors."""
     optimizer = engine.optimizer
@@ -164,23 +164,23 @@ def average_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
         partition = total.view(world, -1)[dist.get_rank(process_group)]
         if world > 1:
             total.div_(world)
-            sum_over_ranks(total, partition, process_group)
+            reduce_scatter_in_place(total, partition, process_group)
         most_parts = len(optimizer.params_in_partition[group])
         optimizer.averaged_gradients[group] = PartitionGradient(partition, most_parts)
 
 
-def sum_over_ranks(total: Tensor, partition: Tensor, process_group: Any) -> None:
+def reduce_scatter_in_place(flat: Tensor, partition: Tensor, process_group: Any) -> None:
     """Sum a flat tensor over ranks, in place. partition: this rank's part of it, a view; the rest need not be summed.
 
     NCCL sends each rank its part only. On CPUs the whole tensor is summed, since Gloo's reduce_scatter is slower
     than its all_reduce.
     """
-    if not total.is_cuda:
-        dist.all_reduce(total, group=process_group)
+    if not flat.is_cuda:
+        dist.all_reduce(flat, group=process_group)
         return
     # torch 2.13 renamed this function
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(partition, total, group=process_group)
+    reduce_scatter(partition, flat, group=process_group)
 
 
 CHUNK = 1 << 26
@@ -198,7 +198,7 @@ class PartitionGradient(list):
         self.flat_partition = flat_partition
 
 
-def check_overflow_by_norm(engine: Any) -> None:
+def disable_separate_overflow_check(engine: Any) -> None:
     """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once per engine.
 
     DeepSpeed otherwise checks every gradient, waits for the device, and then checks the norm, too. If a gradient is not
@@ -214,7 +214,7 @@ def set_global_norm(engine: Any, norm: Tensor) -> None:
     engine._global_grad_norm = norm
 
 
-def count_skipped_step(engine: Any) -> None:
+def skip_step(engine: Any) -> None:
     """Drop the gradients without an update, and count the step as DeepSpeed counts a skipped step."""
     engine.zero_grad()
     engine.global_steps += 1
@@ -304,20 +304,22 @@ def partition_paths(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]))
 
 
-def group_shapes(
-    model_state: dict[str, Any], rank_file: dict[str, Any]
-) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Yield ({name: shape}, is_partitioned) for each group of weights at stages 1 to 3. is_partitioned: whether each
-    weight is partitioned by itself, as at stage 3, and not the flat group. The weights are in the order of the flat
-    tensor. model_state, rank_file: loaded files."""
-    for shapes in model_state["param_shapes"]:
-        yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
+def weight_shapes_of_groups(model_state: dict[str, Any]) -> list[dict[str, torch.Size]]:
+    """Return {name: shape} for each group of weights at stages 1 to 3, in the order of the group's flat tensor.
+    model_state: the loaded file."""
+    return model_state["param_shapes"]
+
+
+def is_saved_at_stage_3(rank_file: dict[str, Any]) -> bool:
+    """Return whether each weight is partitioned by itself, as at stage 3. At stages 1 and 2, the flat tensor of a group
+    is partitioned. rank_file: the loaded file."""
+    return "fp32_flat_groups" in rank_file["optimizer_state_dict"]
 
 
 def weights_and_states_of_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield, for each group, a rank's flat fp32 weights and their optimizer state. rank_file: the loaded file."""
     state = rank_file["optimizer_state_dict"]
-    stage_3 = "fp32_flat_groups" in state
+    stage_3 = is_saved_at_stage_3(rank_file)
     weights = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
     optimizer = state["optimizer_state_dict" if stage_3 else "base_optimizer_state"]["state"]
     for group, flat in enumerate(weights):

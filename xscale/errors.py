@@ -66,7 +66,7 @@ class RankError(UserError):
 
 
 @contextmanager
-def refusing_exit(caller: str) -> Iterator[None]:
+def sys_exit_as_error(caller: str) -> Iterator[None]:
     """A context that turns sys.exit, called by `caller`, into a RuntimeError, because a run that exits would look
     complete."""
     try:
@@ -79,7 +79,7 @@ def refusing_exit(caller: str) -> Iterator[None]:
 def adding_note(note: str) -> Iterator[None]:
     """A context that adds `note`, such as the name of a plug-in, to the errors that are raised in it."""
     try:
-        with refusing_exit(note):
+        with sys_exit_as_error(note):
             yield
     except Exception as error:
         error.add_note(note)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.deepspeed_private import disable_shared_memory_op, discover_mpi_ranks
+from xscale.deepspeed_private import disable_shared_memory_op, set_environment_by_mpi
 from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
@@ -38,7 +38,7 @@ class Process:
         return self.rank == 0
 
 
-def read_launcher(may_be_alone: bool = False) -> Process:
+def process_of_launcher(may_be_alone: bool = False) -> Process:
     """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
     and set torch's environment variables accordingly. may_be_alone: this process may be the only one in a SLURM job
     of several tasks. Raises UserError."""
@@ -47,7 +47,7 @@ def read_launcher(may_be_alone: bool = False) -> Process:
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
         process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
     elif env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"):  # Open MPI's or MPICH's mpirun
-        process = discover_mpi()
+        process = process_of_mpi()
     elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
         world = env_number("SLURM_STEP_NUM_TASKS", 1)  # a variable of job steps: a batch script is not a rank
         process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
@@ -71,7 +71,7 @@ def read_launcher(may_be_alone: bool = False) -> Process:
     return process
 
 
-def discover_mpi() -> Process:
+def process_of_mpi() -> Process:
     """Return this process's rank as DeepSpeed discovers it by mpi4py. All ranks call it together. Raises UserError."""
     env = os.environ
     expected = env_number("OMPI_COMM_WORLD_SIZE", env_number("PMI_SIZE", 1))
@@ -90,7 +90,7 @@ def discover_mpi() -> Process:
             "mpi4py was built for another MPI. Build mpi4py for the MPI of this mpirun by `pip install --no-binary "
             "mpi4py mpi4py`"
         )
-    discover_mpi_ranks(DEFAULT_PORT)
+    set_environment_by_mpi(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
     MPI.Finalize()  # ranks talk by NCCL or gloo, and without MPI, mpirun notices a rank that fails
     env.update(chosen)

@@ -32,9 +32,9 @@ from xscale.errors import (
     NotFinite,
     UserError,
     check_arguments,
-    refusing_exit,
     run_command,
     safe_to_show,
+    sys_exit_as_error,
 )
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, LOST_RANK, Status, exit_code_and_message
@@ -126,12 +126,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
-        process = ranks.read_launcher(may_be_alone=args.dry_run)
+        process = ranks.process_of_launcher(may_be_alone=args.dry_run)
         if args.dry_run and not process.is_main:
             return 0
         status = None if args.dry_run else Status(args.out, process)
         default_to_demo_data(args, process)
-        with refusing_exit("a part of the run"):
+        with sys_exit_as_error("a part of the run"):
             if status:
                 return train(args, process, status)
             dry_run(args, process)

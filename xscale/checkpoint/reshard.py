@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale import deepspeed_private as private
-from xscale.step.module import new_heads
+from xscale.step.module import names_with_head_lr
 
 WEIGHT = "fp32"
 """The key of the weights in SavedGroup.flats. The other keys, such as exp_avg, are the optimizer's states."""
@@ -71,27 +71,28 @@ class SavedPartitions:
         if self.files:
             # Not the last file: its slice has no padding, so it may be shorter than the others.
             number = min(int(rank_fraction * len(self.files)), len(self.files) - 2)
-            self.scaler, self.like = self._read_partitioned(max(number, 0))
+            self.scaler, self.like = self._fill_places_from_partition(max(number, 0))
         else:
             self.scaler = None
-            self.like = self._read_whole(names, new_heads)
+            self.like = self._fill_places_from_whole_weights(names, new_heads)
 
-    def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
+    def _fill_places_from_partition(self, rank: int) -> tuple[Any, list[SavedGroup]]:
         """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the groups in
         this file."""
-        start_of = self._open(rank)
-        for group, (shapes, each_cut) in enumerate(private.group_shapes(self.model, start_of)):
+        rank_file = self._open(rank)
+        stage_3 = private.is_saved_at_stage_3(rank_file)
+        for group, shapes in enumerate(private.weight_shapes_of_groups(self.model)):
             at = 0
             length = len(self.opened[rank][group].flats[WEIGHT])
             for name, shape in shapes.items():
-                if each_cut:
+                if stage_3:
                     share = -(-shape.numel() // len(self.files))
                     self.places[name] = SavedPlace(group, 0, at, share)
                     at += share
                 else:
                     self.places[name] = SavedPlace(group, at, 0, length)
                     at += shape.numel()
-        return private.saved_loss_scaler(start_of), self.opened[rank]
+        return private.saved_loss_scaler(rank_file), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its groups in `opened`, and return its content."""
@@ -99,7 +100,7 @@ class SavedPartitions:
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 
-    def _read_whole(self, names: list[str], new_heads: Collection[str]) -> list[SavedGroup]:
+    def _fill_places_from_whole_weights(self, names: list[str], new_heads: Collection[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
         weights, states = private.weights_and_states_of_stage_0(self.model)
@@ -130,7 +131,9 @@ def load_engine_state(engine: Any, path: Path) -> None:
     together."""
     names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}
     base = private.torch_optimizer(engine)
-    saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size(), new_heads(engine.module))
+    saved = SavedPartitions(
+        path, [*names.values()], dist.get_rank() / dist.get_world_size(), names_with_head_lr(engine.module)
+    )
     fused = any(group.get("fused") for group in base.param_groups)
     private.prepare_flats_for_change(engine)
     for flat, fragments in private.partitions_and_fragments(engine):

@@ -69,29 +69,34 @@ class ProbeWords:
         return len(right) / len(nearest)
 
 
-Probes = dict[MetricKey, ProbeWords]
+ProbesByMetric = dict[MetricKey, ProbeWords]
 """{metric: the words to score}. Each dictionary has the metric `alignment/NAME` for the words that no objective reads,
 and `alignment_trained/NAME` for the words that objectives read."""
 
 
-def build_probes(
-    lexicons: Sequence[Lexicon], trained: Sequence[Lexicon], withheld_share: float, tokens: Mapping[str, np.ndarray]
-) -> Probes:
+def collect_probe_words(
+    lexicons: Sequence[Lexicon],
+    trained_lexicons: Sequence[Lexicon],
+    withheld_share: float,
+    tokens_of_language: Mapping[str, np.ndarray],
+) -> ProbesByMetric:
     """Return the words to score of each dictionary. Dictionaries with the same name are joined.
 
-    trained: the dictionaries that objectives read. withheld_share: the share of entries that objectives do not read.
-    tokens: {language: ids of the tokens of its text}. Translations are searched among these tokens and the dictionary's
-    own.
+    trained_lexicons: the dictionaries that objectives read. withheld_share: the share of entries that objectives do not
+    read. tokens_of_language: {language: ids of the tokens of its text}. Translations are searched among these tokens
+    and the dictionary's own.
     """
     groups: dict[str, list[Lexicon]] = {}
     for lexicon in lexicons:
         groups.setdefault(lexicon.name, []).append(lexicon)
-    probes: Probes = {}
+    probes: ProbesByMetric = {}
     for name, group in groups.items():
         pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
-        targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
-        read = np.concatenate([token_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained, *group)])
+        targets_C = np.union1d(tokens_of_language[group[0].langs[1]], pairs_P2[:, 1])
+        read = np.concatenate(
+            [token_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained_lexicons, *group)]
+        )
         is_trained = np.isin(pairs_P2[:, 0], read)
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
         probes[MetricKey("alignment", name)] = withheld
@@ -118,15 +123,15 @@ def token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
 
 
 def token_ids_of_language(
-    language: str, sources: list[Source], tokenizer: Tokenizer, note: Callable[[], None] = lambda: None
+    language: str, sources: list[Source], tokenizer: Tokenizer, show_progress: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
-    text under the name `language`, text under the language's other names is read. note: a function that is called
-    before each batch, to show progress."""
+    text under the name `language`, text under the language's other names is read. show_progress: a function that is
+    called before each batch."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     for name in find_spellings(language, sorted(languages_of(sources))):
         for texts in sample_texts(name, sources):
-            note()
+            show_progress()
             for ids in tokenizer.encode(texts):
                 occurs[ids] = True
     return np.flatnonzero(occurs & ~tokenizer.is_special)
@@ -159,7 +164,7 @@ def evaluate(
         )
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in measured}
     scores: Scores = {}
-    for metric, words in build_probes(measured, lexicons, model.lexicon_heldout, tokens).items():
+    for metric, words in collect_probe_words(measured, lexicons, model.lexicon_heldout, tokens).items():
         suffix = " trained" if metric.name == "alignment_trained" else ""
         scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
         score = words.translation_accuracy(model.encoder.embeddings)
@@ -171,22 +176,24 @@ def evaluate(
 # The metrics of a run
 
 
-def build_probes_of_run(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> Probes:
+def collect_probe_words_of_run(
+    corpus: Corpus, host_group: HostGroup, note_progress: Callable[[str], None]
+) -> ProbesByMetric:
     """Return the words to score of a run's dictionaries on rank 0, and {} on other ranks. All ranks call it together,
     and divide the languages among themselves."""
     lexicons = corpus.lexicons + corpus.measured
     languages = sorted({lexicon.langs[1] for lexicon in lexicons})
     counts: list[Callable[[], np.ndarray]] = []
     for language in languages:
-        show_progress = partial(note, f"counting tokens of {language}")
+        show_progress = partial(note_progress, f"counting tokens of {language}")
         counts.append(partial(token_ids_of_language, language, corpus.sources, corpus.tokenizer, show_progress))
     tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
     if not host_group.is_main:
         return {}
-    return build_probes(lexicons, corpus.lexicons, corpus.unseen, tokens)
+    return collect_probe_words(lexicons, corpus.lexicons, corpus.unseen, tokens)
 
 
-def alignment_metrics(engine: Any, probes: Probes) -> dict[str, float]:
+def alignment_metrics(engine: Any, probes: ProbesByMetric) -> dict[str, float]:
     """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
     together. probes: {} on other ranks than 0."""
     metrics = dict[str, float]()

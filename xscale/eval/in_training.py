@@ -37,16 +37,16 @@ Results = dict[str, dict[str, float]]
 
 
 def make_task_functions(
-    loader: Loader, engine: Any, process: Process, note: Callable[[str], None]
+    loader: Loader, engine: Any, process: Process, note_progress: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """Return {task of the recipe: the function that measures it}. All ranks call such a function together, and its
     results are complete on rank 0.
 
-    note: a function that is called again and again with a description of the work, to show progress. Raises UserError.
+    note_progress: a function that is called again and again with a description of the work. Raises UserError.
     """
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
-        show_progress = partial(note, f"measuring {task.name}")
+        show_progress = partial(note_progress, f"measuring {task.name}")
         functions[task.name] = TASKS[task.kind](task, loader, engine, process, show_progress).measure
     return functions
 
@@ -120,7 +120,9 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
 class HeldoutTask:
     """A task that measures the run's losses on held-out records, by stream, and by language of each stream."""
 
-    def __init__(self, task: EvalTask, loader: Loader, engine: Any, process: Process, note: Callable[[], None]):
+    def __init__(
+        self, task: EvalTask, loader: Loader, engine: Any, process: Process, show_progress: Callable[[], None]
+    ):
         """Prepare one step of all held-out records. Raises UserError."""
         recipe = loader.recipe
         sources = find_task_sources(task, recipe, loader.corpus)
@@ -143,12 +145,14 @@ class HeldoutTask:
         (self.batch,) = self.loader.batches(process, engine.device.type, initial_state(streams), 1)
         self.engine = engine
         self.rank = process.rank
-        self.note = note
+        self.show_progress = show_progress
 
     def measure(self) -> Results:
         """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
         recipe = self.loader.recipe
-        sums = sum_evaluation_losses(self.engine, recipe, self.batch.rows, rank=self.rank, note=self.note)
+        sums = sum_evaluation_losses(
+            self.engine, recipe, self.batch.rows, rank=self.rank, show_progress=self.show_progress
+        )
         counts = self.batch.counts()
         counts_K = torch.tensor(list(counts.values()), dtype=torch.float64, device=sums.values_K.device)
         if dist.is_initialized():
@@ -186,15 +190,17 @@ class RetrievalTask:
     """A task that measures how often a sentence's translation is its nearest neighbour. Every rank encodes all
     sentences."""
 
-    def __init__(self, task: EvalTask, loader: Loader, engine: Any, process: Process, note: Callable[[], None]):
+    def __init__(
+        self, task: EvalTask, loader: Loader, engine: Any, process: Process, show_progress: Callable[[], None]
+    ):
         """Read the texts. Raises UserError."""
         self.sources = find_task_sources(task, loader.recipe, loader.corpus)
         self.texts = []
         for source in self.sources:
-            note()
+            show_progress()
             self.texts.append(read_texts(source, task.limit))
         self.model = ModelInTraining(loader.recipe, loader.corpus, engine)
-        self.note = note
+        self.show_progress = show_progress
 
     def measure(self) -> Results:
         """Return the results row `all` with the mean accuracy, and a row for each source."""
@@ -202,7 +208,7 @@ class RetrievalTask:
         results: Results = {}
         self.model.encoder.eval()
         for source, texts in zip(self.sources, self.texts, strict=True):
-            self.note()
+            self.show_progress()
             row = source.sorted_name
             if pairs.count(row) > 1:
                 row += f" ({source.directory})"

@@ -12,9 +12,9 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
-from xscale.deepspeed_private import count_skipped_step
+from xscale.deepspeed_private import skip_step
 from xscale.errors import LOG, NotFinite
-from xscale.eval.alignment_score import Probes, alignment_metrics, build_probes_of_run
+from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
 from xscale.eval.in_training import make_task_functions
 from xscale.run.folder import DONE, STOPPED
 from xscale.run.metrics import RunMetrics, UnreportedStep
@@ -66,9 +66,9 @@ class Trainer:
         )
         self.metrics = RunMetrics(context, self.recipe, self.manager, self.done, trace)
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
-        self.probes: Probes = {}
+        self.probes: ProbesByMetric = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
-            self.probes = build_probes_of_run(loader.corpus, context.host_group, context.watch.note)
+            self.probes = collect_probe_words_of_run(loader.corpus, context.host_group, context.watch.note)
         tasks = make_task_functions(loader, engine, context.process, context.watch.note)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)
@@ -102,7 +102,7 @@ class Trainer:
             self.context.watch.note(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
                 self.metrics.add_excluded(number, agreed.samples, agreed.cost["tokens"])
-                count_skipped_step(self.engine)
+                skip_step(self.engine)
             else:
                 self.metrics.unreported.append(self.train_step(agreed, started))
             self.done = number

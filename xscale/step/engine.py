@@ -14,7 +14,7 @@ from torch import nn
 from xscale import deepspeed_private as private
 from xscale.errors import LOG, UserError
 from xscale.models.build import decay_groups
-from xscale.step.module import StepModule, new_heads
+from xscale.step.module import StepModule, names_with_head_lr
 from xscale.step.zero import offloads_optimizer, register_weights_read_directly, zero_stage
 
 REFUSALS = (ValueError, TypeError, AttributeError, ImportError, NotImplementedError, AssertionError)
@@ -35,7 +35,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         load_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
-    groups = decay_groups(module, optimizer["params"]["weight_decay"], new_heads(module))
+    groups = decay_groups(module, optimizer["params"]["weight_decay"], names_with_head_lr(module))
     if zero_stage(ds_config):
         for group in groups:
             group["params"].sort(key=lambda weight: weight.numel() % 8 > 0)
@@ -44,7 +44,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
         raise UserError(f"DeepSpeed refuses the ds_config: {error}. Correct the file of --ds_config") from error
-    private.check_overflow_by_norm(engine)
+    private.disable_separate_overflow_check(engine)
     private.set_stage_3_padding_to_zero(engine)
     if encoder := getattr(module, "encoder", None):
         register_weights_read_directly(engine, encoder.lm.get_output_embeddings().parameters())

@@ -130,12 +130,12 @@ class StepModule(nn.Module):
             )
 
     def forward(
-        self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest: float
+        self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, Sums]:
         """Return the row's loss, and its sums of losses and metrics without gradient.
 
         row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
-        weights_M: weight of each prediction, divided by `largest`.
+        weights_M: weight of each prediction, divided by `largest_weight`.
         """
         states = encoder_states(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
@@ -163,20 +163,20 @@ class StepModule(nn.Module):
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
-            predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest)
+            predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest_weight)
             loss = loss + predicted
             sums = sums_of_predictions + sums  # metrics are reported in this order
         return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
 
     def predict_tokens(
-        self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest: float
+        self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, list[Sums]]:
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
         ranks must use the head. Returns the loss, and each term's loss and accuracy, with the losses by language."""
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         smoothing = self.smoothing if self.training else {}
         loss, losses_M, right_M = self.encoder.vocabulary_loss(
-            features_MH, row.labels, weights_M=weights_M, largest=largest, **smoothing
+            features_MH, row.labels, weights_M=weights_M, largest=largest_weight, **smoothing
         )
         sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
@@ -188,15 +188,15 @@ class StepModule(nn.Module):
         return loss, sums
 
 
-def sums_of_objective(losses: Losses, stream: str, row: Row, wide: torch.dtype) -> list[Sums]:
+def sums_of_objective(losses: Losses, stream: str, row: Row, sum_dtype: torch.dtype) -> list[Sums]:
     """Return the sums of the losses and metrics that an objective has computed itself. A metric with a number for each
-    target is also summed by language, in the data type `wide`."""
+    target is also summed by language, in the data type `sum_dtype`."""
     sums = list[Sums]()
     for term, value in losses.sums.items():
         sums.append(Sums([loss_key(stream, term)], value.detach().reshape(1)))
     for name, (value, term) in losses.metrics.items():
         if value.ndim:
-            sums += language_sums(name, loss_key(stream, term), value.to(wide), row)
+            sums += language_sums(name, loss_key(stream, term), value.to(sum_dtype), row)
         sums.append(Sums([MetricKey(name, stream, term)], value.sum().reshape(1)))
     return sums
 
@@ -255,7 +255,7 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
         )
 
 
-def new_heads(module: nn.Module) -> list[str]:
+def names_with_head_lr(module: nn.Module) -> list[str]:
     """Return the names of the parameters with the learning rate train.head_lr, or [] if it is null or the module is not
     a StepModule."""
     if not isinstance(module, StepModule) or module.head_lr is None:

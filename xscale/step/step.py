@@ -57,14 +57,14 @@ def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, se
     same seed draws the same dropout masks.
 
     `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
-    1 / targets may be below what fp16 can represent. The head therefore gets weights_M = weight / largest, which is at
-    most 1, and multiplies the sum of the losses by `largest` in fp32.
+    1 / targets may be below what fp16 can represent. The head therefore gets weights_M = weight / largest_weight, which
+    is at most 1, and multiplies the sum of the losses by `largest_weight` in fp32.
     """
     weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
-    largest = float(weight_of_term.max(initial=0)) or 1.0
-    weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
+    largest_weight = float(weight_of_term.max(initial=0)) or 1.0
+    weights_M = np.repeat(weight_of_term / largest_weight, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    return module(row, shared, weights, copy_to_device(weights_M, row.labels.device), largest)
+    return module(row, shared, weights, copy_to_device(weights_M, row.labels.device), largest_weight)
 
 
 def optimizer_step(
@@ -115,11 +115,11 @@ def optimizer_step(
 
 @torch.no_grad()
 def sum_evaluation_losses(
-    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
+    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, show_progress: Callable[[], None] = lambda: None
 ) -> Sums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
-    recipe: its streams are those of the rows. All ranks must have the same number of rows. note: it is called
+    recipe: its streams are those of the rows. All ranks must have the same number of rows. show_progress: it is called
     before each row.
     """
     module = engine.module
@@ -131,7 +131,7 @@ def sum_evaluation_losses(
         seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
         sums_of_rows = list[Sums]()
         for row, states, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):
-            note()
+            show_progress()
             _, sums = compute_row_loss(module, row, states, weights, seed)
             sums_of_rows.append(sums)
         return Sums.add_rows(sums_of_rows)

@@ -79,7 +79,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
     flat_gradients = None
     on_request = False
     if private.has_flat_gradients(engine):
-        flat_gradients = private.give_flat_gradients(engine)
+        flat_gradients = private.allocate_flat_gradients(engine)
         passes = private.no_reduction(engine)
     elif engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine):
         on_request = True
@@ -112,7 +112,7 @@ def update_weights_if_finite(engine: Any) -> bool:
         norm = torch.nn.utils.get_total_norm(gradients)
         private.set_global_norm(engine, norm)
         if not norm.isfinite():  # every rank has the same norm, since the gradient is reduced
-            private.count_skipped_step(engine)
+            private.skip_step(engine)
             return False
     skipped = engine.skipped_steps
     try:
@@ -132,7 +132,7 @@ def give_zero_gradients_to_unused_weights(engine: Any) -> None:
     gradients of weights that this rank has not used when it computes the norm and clips.
     """
     missing = private.weights_without_gradient(engine)
-    with private.manual_gradients(engine) if missing else nullcontext():
+    with private.as_backward_pass(engine) if missing else nullcontext():
         for weight in missing:
             # At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since autograd accepts
             # only a gradient of the weight's shape.
