@@ -40,7 +40,7 @@ from xscale.data.shards import (
     source_fingerprint,
 )
 from xscale.errors import MachineError, UserError
-from xscale.record import Record, Shard, is_sample_member, parse_json, parse_sample, sample_key
+from xscale.record import Record, Shard, is_sample_member, parse_json, parse_tar_sample, sample_key
 
 from .command import run
 from .engine import start_worker
@@ -115,9 +115,9 @@ def scan_tar(
 
 
 def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRecord]:
-    """Yield the records of a tar. langs: see parse_sample; None: all samples must have the languages of the first
+    """Yield the records of a tar. langs: see parse_tar_sample; None: all samples must have the languages of the first
     sample. Raises ValueError."""
-    whole = langs is None
+    refuse_other_langs = langs is None
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
         members_of_samples = groupby(
@@ -136,7 +136,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
             start = sample[0].offset
             last_blocks = -(-sample[-1].size // BLOCK)
             data = os.pread(fd, sample[-1].offset_data + last_blocks * BLOCK - start, start)
-            record = parse_sample(data, langs, whole)
+            record = parse_tar_sample(data, langs, refuse_other_langs)
             langs = langs or record.langs
             yield StoredRecord(record, layout, start, data)
 

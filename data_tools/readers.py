@@ -19,8 +19,8 @@ from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
-from xscale.files import list_files, pointer_problem
-from xscale.record import Record, parse_json, record_of_members
+from xscale.files import list_files, placeholder_problem
+from xscale.record import Record, parse_json, record_from_members
 
 from .corpus import SourceSpec
 
@@ -384,7 +384,7 @@ def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    problem = pointer_problem(path)
+    problem = placeholder_problem(path)
     if problem:
         raise UserError(problem)
     with pyarrow.parquet.ParquetFile(path) as table:
@@ -479,7 +479,7 @@ def records_of_webdataset_sample(sample: dict[str, Any], langs: tuple[str, ...])
     spelled = tuple(match_languages(langs, names))
     if len(langs) == 2:
         sample.pop("txt", None)  # the text of KEY.txt has no language
-    return [record_of_members(sample["__key__"], sample, spelled or langs)]
+    return [record_from_members(sample["__key__"], sample, spelled or langs)]
 
 
 READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {

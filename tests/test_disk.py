@@ -109,7 +109,9 @@ def manifest(step: int) -> dict[str, Any]:
 
 
 def manager_in(folder: Path) -> CheckpointManager:
-    return CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_model=lambda path: None)
+    return CheckpointManager(
+        Engine(), folder, HostGroup(), keep=1, saved=None, write_config_and_tokenizer=lambda path: None
+    )
 
 
 def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     best: set[int] = set()
     folder = tmp_path / "checkpoints"
     saver = CheckpointManager(
-        Engine(), folder, HostGroup(), keep=2, saved=None, write_model=lambda path: None,
+        Engine(), folder, HostGroup(), keep=2, saved=None, write_config_and_tokenizer=lambda path: None,
         published=lambda: best,
     )  # fmt: skip
     for step, good, stay in [

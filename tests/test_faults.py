@@ -356,24 +356,24 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     if not locks:
         monkeypatch.setattr("fcntl.flock", none_here)
     first = Lock(tmp_path)
-    first.check()
+    first.check_not_taken_over()
     assert bool(first.problem) != locks
     if locks:
         (tmp_path / "lock").unlink()
-        first.check()  # a purge of old files ends no run
+        first.check_not_taken_over()  # a purge of old files ends no run
     else:
         assert str(tmp_path) in first.problem and os.strerror(errno.ENOLCK) in first.problem
     second = Lock(tmp_path)
-    second.check()
+    second.check_not_taken_over()
     with pytest.raises(
         UserError, match=rf"{tmp_path}: another process \(host .*, process {os.getpid()}\) has taken over"
     ):
-        first.check()
+        first.check_not_taken_over()
     status = Status(tmp_path, Process(0, 1, 0, 1))
     status.write_running({})
     (tmp_path / "status.json").unlink()
     with pytest.raises(UserError) as taken:
-        first.check()
+        first.check_not_taken_over()
     status.write_failure(taken.value)
     assert not (tmp_path / "status.json").exists()
 

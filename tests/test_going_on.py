@@ -46,7 +46,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules, read_pooling
+from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules_json, read_pooling
 from xscale.models.build import build_encoder, longest_sequence, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
@@ -188,7 +188,7 @@ def test_what_trains_the_neutral_row() -> None:
     """Sequences whose language is hidden, and streams without language embeddings."""
 
     def shown(*sets: str) -> bool:
-        return load_recipe("paper/tang_xlm", list(sets), OBJECTIVES).has_neutral_sequences()
+        return load_recipe("paper/tang_xlm", list(sets), OBJECTIVES).has_sequences_without_language()
 
     none = [f"streams.{name}.language_dropout=0.0" for name in ("mlm", "tlm")]
     assert shown() and not shown(*none) and shown(none[0])
@@ -575,7 +575,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     loader = loader_of(demo, "mlm", f"model.init={init}")
     read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
     export.export(save(launch.module(loader), loader, tmp_path / "checkpoint", sources=read), tmp_path / "hf")
-    assert read_modules(tmp_path / "hf") == read_modules(init)
+    assert read_modules_json(tmp_path / "hf") == read_modules_json(init)
     for name in ("config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"

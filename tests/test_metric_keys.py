@@ -2,7 +2,7 @@
 
 import pytest
 
-from xscale.metric_keys import MetricKey, direction
+from xscale.metric_keys import MetricKey, better_direction
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_a_key_is_its_name(text: str, key: MetricKey) -> None:
     ],
 )
 def test_one_direction_is_better(name: str, better: int) -> None:
-    assert direction(name) == better
+    assert better_direction(name) == better

@@ -410,7 +410,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
     warm_up_queues(engine, loader, place)
-    warm_up = prefilling.prefill_loader(loader, "ppa")
+    warm_up = prefilling.single_stream_loader(loader, "ppa")
     filling, stream = (
         [
             key

@@ -16,7 +16,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from xscale import deepspeed_private as private
 from xscale.data.remote import locked
 from xscale.errors import UserError, redact, safe_to_show
-from xscale.record import parse_sample
+from xscale.record import parse_tar_sample
 from xscale.strict_yaml import read_yaml
 
 SECRET = "https://me:secret@host.org:80/corpus/a.tar?signature=secret"
@@ -75,7 +75,7 @@ def test_a_sample_is_its_own_bytes(add: Callable[[tarfile.TarFile], None]) -> No
         add(tar)
     assert len(content.getvalue()) < 20_000
     with pytest.raises(ValueError, match=r"member a\.en\.txt is a link, a device or a sparse"):
-        parse_sample(content.getvalue(), ("en",))
+        parse_tar_sample(content.getvalue(), ("en",))
 
 
 def test_aliases_of_aliases_are_refused() -> None:

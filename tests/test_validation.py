@@ -27,7 +27,7 @@ from xscale.dry_run import dry_run
 from xscale.errors import LOG, UserError
 from xscale.eval.in_training import (
     HeldoutTask,
-    check_number_is_measured,
+    check_metric_is_measured,
     find_task_sources,
     streams_of_heldout_text,
 )
@@ -281,10 +281,10 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
 
 def test_a_number_that_an_evaluation_lacks_is_named_with_what_it_has() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}}
-    check_number_is_measured(results, "heldout/tlm en-xx/loss")
-    check_number_is_measured(results, "aer/en-fr/AER")
+    check_metric_is_measured(results, "heldout/tlm en-xx/loss")
+    check_metric_is_measured(results, "aer/en-fr/AER")
     with pytest.raises(UserError, match=r"heldout/mlm/loss. The task heldout has the rows tlm en-xx"):
-        check_number_is_measured(results, "heldout/mlm/loss")
+        check_metric_is_measured(results, "heldout/mlm/loss")
 
 
 def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SLOW_CALL = 3e-4
 """`map_in_threads` uses threads after FEW_CALLS calls that take SLOW_CALL seconds or more on average."""
 WEB_PAGE = "is a web page instead of the file, perhaps an error page of the server. Download the file again"
 SERVER_ERROR = "has an error message of the server instead of the file's content. Download the file again"
-POINTERS = {
+PLACEHOLDERS = {
     b"version https://git-lfs": "is a pointer of Git LFS instead of the file. Run `git lfs pull` in the repository",
     b"/annex/objects/": "is a pointer of git-annex instead of the file. Run `git annex get` in the repository",
     b"<!doctype html": WEB_PAGE,
@@ -44,36 +44,36 @@ POINTERS = {
 """Downloads and clones may leave something else in the place of a file. Its first bytes, in lower case -> what it is,
 and the remedy."""
 HEAD_BYTES = 512
-"""The number of bytes of a file in which `pointer_in` looks."""
+"""The number of bytes of a file in which `find_placeholder` looks."""
 
 
-def pointer_in(head: bytes) -> str | None:
+def find_placeholder(head: bytes) -> str | None:
     """Return what was found in the place of a file's content, with the remedy, such as "is a pointer of Git LFS ...",
     or None. head: the file's first bytes, before any decompression."""
     start = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith(b"<?xml"):
         start = start.partition(b"?>")[2].lstrip()
-    for beginning, problem in POINTERS.items():
+    for beginning, problem in PLACEHOLDERS.items():
         if start.startswith(beginning):
             return problem
     return None
 
 
-def pointer_problem(path: Path, *names: str) -> str | None:
+def placeholder_problem(path: Path, *patterns: str) -> str | None:
     """Return a message if a file is empty, or has a pointer or an error page in the place of its content:
     "model/model.safetensors is a pointer of Git LFS ...". Return None if there is no such file.
 
-    names: patterns of names in the folder `path`, which are looked at in this order. Without them, `path` is the file.
-    Pipes and devices are not read.
+    patterns: patterns of names in the folder `path`, which are looked at in this order. Without them, `path` is the
+    file. Pipes and devices are not read.
     """
-    paths = [] if names else [path]
-    for name in names:
-        paths += sorted(path.glob(name))
+    paths = [] if patterns else [path]
+    for pattern in patterns:
+        paths += sorted(path.glob(pattern))
     for file in paths:
         if file.is_file():
             with suppress(OSError), file.open("rb") as opened:
                 head = opened.read(HEAD_BYTES)
-                problem = pointer_in(head) if head else "is empty. Copy or download the file again"
+                problem = find_placeholder(head) if head else "is empty. Copy or download the file again"
                 if problem:
                     return f"{file} {problem}"
     return None
@@ -182,7 +182,7 @@ class Lock:
         self.problem = ""
         """Why the lock does not work, or an empty string."""
         deadline = time.monotonic() + LOCK_SECONDS
-        while not self._is_acquired():
+        while not self._try_acquire():
             if time.monotonic() >= deadline:
                 self.file.seek(0)
                 owner = self.file.readline().strip()
@@ -195,7 +195,7 @@ class Lock:
         self.file.write(self.text)
         self.file.flush()
 
-    def _is_acquired(self) -> bool:
+    def _try_acquire(self) -> bool:
         """Try to lock, and return False if another process holds the lock."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,7 +209,7 @@ class Lock:
             )
         return True
 
-    def check(self) -> None:
+    def check_not_taken_over(self) -> None:
         """Raise DirectoryTaken if another process has the directory. This can happen if the directory was removed and
         made again, or has no locks."""
         try:

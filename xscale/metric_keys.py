@@ -53,7 +53,7 @@ def count_key(stream: str, counted: str, language: str = "") -> MetricKey:
     return MetricKey("count", stream, counted, language)
 
 
-def direction(name: str) -> int:
+def better_direction(name: str) -> int:
     """Return 1 if higher values are better, -1 if lower values are better, else 0. name: the name of a metric or a
     score."""
     return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1

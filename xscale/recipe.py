@@ -379,7 +379,7 @@ class Recipe:
         """Return whether any stream sets this option to true."""
         return any(getattr(stream.options, option, False) for stream in self.streams.values())
 
-    def has_neutral_sequences(self) -> bool:
+    def has_sequences_without_language(self) -> bool:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
@@ -497,7 +497,7 @@ def build_recipe(
                 fields = fields | {"steps": BY_EPOCHS}
             sections[name] = read_section(SECTIONS[name], fields, name, problems)
         elif name not in (*SECTIONS, "streams"):
-            problems.append(unknown_key(name, "a recipe", (*SECTIONS, "streams", "phases")))
+            problems.append(unknown_key_message(name, "a recipe", (*SECTIONS, "streams", "phases")))
     streams = tree.get("streams")
     if not streams or not isinstance(streams, dict):
         problems.append("streams: the recipe needs at least one stream, such as {mlm: {objective: mlm, samples: 64}}")
@@ -596,7 +596,7 @@ def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int
 
 def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return a copy of the tree with the fields of a phase."""
-    allowed = fields_of_phases(recipe)
+    allowed = fields_that_phases_may_change(recipe)
     tree = copy.deepcopy(tree)
     for name, value in fields.items():
         if name not in ("until", *allowed):
@@ -618,7 +618,7 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
     return tree
 
 
-def fields_of_phases(recipe: Recipe) -> list[str]:
+def fields_that_phases_may_change(recipe: Recipe) -> list[str]:
     """Return the dotted names of the fields that a phase of the recipe may change."""
     names = list(IN_PHASES)
     for name, stream in recipe.streams.items():
@@ -645,7 +645,7 @@ def field_names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def unknown_key(name: str, where: str, keys: tuple[str, ...]) -> str:
+def unknown_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
     return removed_field_error(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
@@ -659,7 +659,7 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
         is_inner = len(details["loc"]) > 1
-        return f"{name}: unknown field. Remove the field" if is_inner else unknown_key(name, where, keys)
+        return f"{name}: unknown field. Remove the field" if is_inner else unknown_key_message(name, where, keys)
     if kind == "missing":
         return f"{name}: the value is missing. Write a value"
     message = details["msg"].removeprefix("Value error, ")

@@ -109,12 +109,12 @@ _META = re.compile(r"__[^/]*__($|/)")
 _decode_once = json.JSONDecoder(object_pairs_hook=_refuse_repeated_fields).decode
 
 
-def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
+def parse_tar_sample(data: bytes, langs: tuple[str, ...] | None, refuse_other_langs: bool = False) -> Record:
     """Return the record of consecutive tar members: of KEY.json, of KEY.LANG.txt for each language with or without
     KEY.links.txt, or of KEY.txt.
 
-    data: the bytes of the members. langs: the languages whose texts are read, in this order; None: all. whole: refuse
-    texts in other languages. Raises ValueError.
+    data: the bytes of the members. langs: the languages whose texts are read, in this order; None: all.
+    refuse_other_langs: refuse texts in other languages. Raises ValueError.
     """
     key = ""
     members = dict[str, bytes]()
@@ -138,14 +138,14 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
                     "samples"
                 )
             members[extension] = content.read()
-    return record_of_members(key, members, langs, whole)
+    return record_from_members(key, members, langs, refuse_other_langs)
 
 
-def record_of_members(
-    key: str, members: Mapping[str, bytes], langs: tuple[str, ...] | None, whole: bool = False
+def record_from_members(
+    key: str, members: Mapping[str, bytes], langs: tuple[str, ...] | None, refuse_other_langs: bool = False
 ) -> Record:
     """Return the record of a sample. members: the content of the sample's files, by the part of their names after the
-    key. langs, whole: see parse_sample. Raises ValueError."""
+    key. langs, refuse_other_langs: see parse_tar_sample. Raises ValueError."""
     if "json" in members:
         fields = parse_json(members["json"])
         if not isinstance(fields, dict):
@@ -167,7 +167,7 @@ def record_of_members(
         )
     links = members["links.txt"].decode().strip() if "links.txt" in members else None
     order = [lang for lang in langs or texts if lang in texts]
-    if whole and len(order) < len(texts):
+    if refuse_other_langs and len(order) < len(texts):
         raise ValueError(
             f"sample {key!r} has texts in {', '.join(texts)}, but earlier samples have texts in "
             f"{', '.join(langs or ())}. Pass the languages of the records to --langs, or use one folder per language "

@@ -53,15 +53,15 @@ class PermutedPart(NamedTuple):
     """Indices such that ascending[order] is the part."""
 
 
-def permuted_part(key: Key, leading: np.ndarray, bits: int, place: int) -> PermutedPart:
-    """Return the part of permutation(key, n) that has `place`, in less time and memory than the whole takes. leading:
-    the result of leading_bits(key, n, bits)."""
-    value = (place << bits) // len(leading)  # hashes are uniform, so the part's first bits are near this value
+def part_of_permutation(key: Key, leading: np.ndarray, bits: int, position: int) -> PermutedPart:
+    """Return the part of permutation(key, n) that has `position`, in less time and memory than the whole takes.
+    leading: the result of leading_bits(key, n, bits)."""
+    value = (position << bits) // len(leading)  # hashes are uniform, so the part's first bits are near this value
     first = np.count_nonzero(leading < np.uint8(value))
-    while place < first:
+    while position < first:
         value -= 1
         first -= np.count_nonzero(leading == np.uint8(value))
-    while place >= first + (size := np.count_nonzero(leading == np.uint8(value))):
+    while position >= first + (size := np.count_nonzero(leading == np.uint8(value))):
         first += size
         value += 1
     ascending = np.flatnonzero(leading == np.uint8(value))

@@ -17,7 +17,7 @@ from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
-WrittenFiles = dict[str, dict[str, Any]] | OSError
+WrittenFilesOrError = dict[str, dict[str, Any]] | OSError
 """The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
 
@@ -33,19 +33,19 @@ class CheckpointManager:
         *,
         keep: int,
         saved: int | None,
-        write_model: Callable[[Path], None],
+        write_config_and_tokenizer: Callable[[Path], None],
         note: Callable[[str], None] = lambda doing: None,
         published: Callable[[], set[int]] = set,
     ):
         """folder: the run's folder of checkpoints. keep: the number of newest checkpoints that are kept. saved: the
-        step of the run's own checkpoint from which the engine was loaded, or None. write_model: a function that
-        writes the model's config and the tokenizer into a directory; rank 0 calls it. note: a function that gets a
-        description of each action. published: a function that rank 0 calls after each new checkpoint; it returns the
-        steps whose checkpoints are kept, too."""
+        step of the run's own checkpoint from which the engine was loaded, or None. write_config_and_tokenizer:
+        a function that writes the model's config and the tokenizer into a directory; rank 0 calls it. note: a function
+        that gets a description of each action. published: a function that rank 0 calls after each new checkpoint; it
+        returns the steps whose checkpoints are kept, too."""
         self.engine = engine
         self.folder = folder
         self.host_group = host_group
-        self.write_model = write_model
+        self.write_config_and_tokenizer = write_config_and_tokenizer
         self.keep = keep
         self.note = note
         self.published = published
@@ -71,8 +71,8 @@ class CheckpointManager:
             return
         started = time.monotonic()
         self.note(f"saving the checkpoint of step {step}")
-        written = self._write(step)
-        self.host_group.value_from_main(lambda: check_types(self.partial_path_of_step(step), written))
+        written = self._try_write(step)
+        self.host_group.value_from_main(lambda: check_files_can_be_loaded(self.partial_path_of_step(step), written))
         problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -106,7 +106,7 @@ class CheckpointManager:
             contents[store.AUXILIARY_STATES] = auxiliary
         return contents
 
-    def _write(self, step: int) -> WrittenFiles:
+    def _try_write(self, step: int) -> WrittenFilesOrError:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = None
         if self.host_group.is_main:
@@ -134,7 +134,7 @@ class CheckpointManager:
             self.note(f"saving the checkpoint of step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
         if self.host_group.is_main:
-            self.write_model(folder)
+            self.write_config_and_tokenizer(folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
         for name in names:
@@ -142,7 +142,7 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
+    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFilesOrError) -> str:
         """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
         message, or an empty string. written: the files of this rank."""
         problems = list[str]()
@@ -182,7 +182,7 @@ def unwrap_os_error(error: Exception) -> Exception:
     return error
 
 
-def check_types(folder: Path, written: WrittenFiles) -> None:
+def check_files_can_be_loaded(folder: Path, written: WrittenFilesOrError) -> None:
     """Remove the folder and raise UserError if a resume would refuse one of the written files. This happens if a new
     version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
     if isinstance(written, OSError):

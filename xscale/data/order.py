@@ -152,7 +152,7 @@ class EpochOrder:
         if bits:
             if self._leading[0] != window:
                 self._leading = (window, rng.leading_bits(key, records, bits))
-            part = rng.permuted_part(key, self._leading[1], bits, position - window_start)
+            part = rng.part_of_permutation(key, self._leading[1], bits, position - window_start)
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
         lengths = NO_NUMBERS

@@ -35,8 +35,8 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Remote, cache_folder, open_remote
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
-from xscale.files import PARTIAL, check_link, pointer_problem, sha256_file
-from xscale.record import Record, Shard, parse_json, parse_sample
+from xscale.files import PARTIAL, check_link, placeholder_problem, sha256_file
+from xscale.record import Record, Shard, parse_json, parse_tar_sample
 
 FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
@@ -182,7 +182,7 @@ class Source:
                 size = os.stat(file).st_size
                 if size == expected:
                     continue
-                if size and (pointer := pointer_problem(Path(file))):
+                if size and (pointer := placeholder_problem(Path(file))):
                     raise UserError(pointer)
                 problem = f"has {size:,} bytes"
             raise UserError(
@@ -289,7 +289,7 @@ class Source:
             if self.layout == "lines":
                 whole = Record.from_dict(parse_json(data, unique_fields=False))
             else:
-                whole = parse_sample(data, self.written_langs)
+                whole = parse_tar_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not have the format {self.layout!r} that index.json states "
@@ -410,7 +410,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         if type(version) is int and version == FORMAT_VERSION:
             return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if pointer := pointer_problem(path):
+        if pointer := placeholder_problem(path):
             raise UserError(pointer) from None
         reason = f"the field `{error.args[0]}` is missing" if isinstance(error, KeyError) else error
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 import zstandard
 
 from xscale.errors import UserError
-from xscale.files import pointer_in
+from xscale.files import find_placeholder
 
 _BLOCK = 1 << 16
 """The number of bytes that are read at once."""
@@ -70,7 +70,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
             packed = path.suffix in _DECODERS
             size = _PACKED_BLOCK if packed else _BLOCK
             head = file.read(size)
-            problem = pointer_in(head) if head else "is empty. Use a file with text"
+            problem = find_placeholder(head) if head else "is empty. Use a file with text"
             if problem:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))

@@ -158,9 +158,10 @@ def read_plain_lines(path: Path) -> list[str]:
     return [line for _, line in read_lines(path)]
 
 
-def parse_linked_pair(row: list[list[str]], first: int, place: str) -> LinkedPair:
+def parse_linked_pair(row: list[list[str]], first_word_number: int, place: str) -> LinkedPair:
     """Return a pair with its links. row: the words of the first sentence, the words of the second, and links such as
-    0-0 and 1p2. first: the number of the first word. place: the links' file and line, for errors. Raises UserError."""
+    0-0 and 1p2. first_word_number: the number by which links name a first word, 0 or 1. place: the links' file and
+    line, for errors. Raises UserError."""
     pair = LinkedPair((row[0], row[1]), set(), set())
     for link in row[2]:
         match = LINK.fullmatch(link)
@@ -168,12 +169,12 @@ def parse_linked_pair(row: list[list[str]], first: int, place: str) -> LinkedPai
             raise UserError(
                 f"{place}: {link!r} is not a word link. Write i-j for a sure link, or ipj for a possible link"
             )
-        i = int(match[1]) - first
-        j = int(match[3]) - first
+        i = int(match[1]) - first_word_number
+        j = int(match[3]) - first_word_number
         if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
                 f"{place}: the link {link} names a word that does not exist: the two sentences have {len(row[0])} and "
-                f"{len(row[1])} words, counted from {first}. Correct the line"
+                f"{len(row[1])} words, counted from {first_word_number}. Correct the line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":

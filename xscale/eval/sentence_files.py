@@ -81,7 +81,7 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
             f"the pooling of model.init {init}; its other sentence-transformers modules are left out, because these "
             "modules need the last layer, and this export has only the first layers",
         )
-    for module in read_modules(folder):
+    for module in read_modules_json(folder):
         if not module["type"].startswith(PACKAGE):
             return SentenceVectors(
                 pooling,
@@ -96,7 +96,7 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     )
 
 
-def read_modules(folder: Path) -> list[dict[str, Any]]:
+def read_modules_json(folder: Path) -> list[dict[str, Any]]:
     """Return the modules that a folder's modules.json lists, each with "type" and "path"; [] without the file. Raises
     UserError."""
     path = folder / MODULES
@@ -118,7 +118,7 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
 def read_pooling(folder: Path) -> str | None:
     """Return the pooling of a folder's files of sentence-transformers: "cls", or "mean" for every other pooling; None
     without such files. Raises UserError."""
-    modules = read_modules(folder)
+    modules = read_modules_json(folder)
     for module in modules:
         path = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling") and path.exists():
@@ -156,7 +156,7 @@ def write_sentence_transformers_files(folder: Path, vectors: SentenceVectors, co
 def copy_modules(source: Path, folder: Path) -> None:
     """Copy the modules and prompts of `source` to an export, but not the first module, which is the export's own model
     and tokenizer."""
-    first, *others = read_modules(source)
+    first, *others = read_modules_json(source)
     for module in others:
         if (source / module["path"]).is_dir():
             shutil.copytree(source / module["path"], folder / module["path"])
@@ -168,10 +168,10 @@ def copy_modules(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def word_weights_config(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:
-    """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. embeddings: the number
-    of rows of the embedding table, each of which needs an entry."""
-    vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(embeddings)))]
+def word_weights_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. vocab_size: that of
+    the model's configuration, because each row of the embedding table needs an entry."""
+    vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(vocab_size)))]
     weights = {vocabulary[tokenizer.cls_id]: 0.0, vocabulary[tokenizer.sep_id]: 0.0}
     return {"vocab": vocabulary, "word_weights": weights, "unknown_word_weight": 1.0}
 

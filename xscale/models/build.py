@@ -21,7 +21,7 @@ from xscale import rng
 from xscale.data.corpus import Corpus
 from xscale.data.scripts import find_spellings
 from xscale.errors import LOG, UserError
-from xscale.files import exists_or_is_hub_name, pointer_problem
+from xscale.files import exists_or_is_hub_name, placeholder_problem
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 from xscale.recipe import Recipe
@@ -84,7 +84,7 @@ def read_pretrained(
             init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files raise many types
-        pointer = pointer_problem(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
+        pointer = placeholder_problem(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
         if pointer:
             raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
         raise UserError(
@@ -202,7 +202,7 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
         language_embeddings=recipe.any_stream_sets("language_embeddings"),
         reset_positions=recipe.any_stream_sets("reset_positions"),
         segments=corpus.segments,
-        neutral_trained=recipe.has_neutral_sequences(),
+        neutral_trained=recipe.has_sequences_without_language(),
         seed=recipe.train.seed,
         load=load,
     )

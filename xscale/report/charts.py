@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from xscale.metric_keys import direction
+from xscale.metric_keys import better_direction
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")
 MOST_POINTS = 100
@@ -41,7 +41,7 @@ def draw_chart(lines: Lines, title: str) -> str:
     legend = ""
     if len(lines) > len(COLOURS):
         ends = pd.Series({label: downsample_by_mean(curve).iloc[-1] for label, curve in lines.items()})
-        shown = ends.sort_values(ascending=direction(title) > 0).index[: len(COLOURS)]
+        shown = ends.sort_values(ascending=better_direction(title) > 0).index[: len(COLOURS)]
         lines = {label: lines[label] for label in shown}
         legend = f"the {len(lines)} worst of {len(ends)} curves"
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():

@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 
 from xscale.eval.bootstrap import Score, p_value, weighted_sum
-from xscale.metric_keys import MetricKey, direction
+from xscale.metric_keys import MetricKey, better_direction
 from xscale.report.charts import Lines, draw_chart
 from xscale.report.read import Results, Run, ScoreName
 
@@ -96,7 +96,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
                 stream = f"the stream {key.stream}" if key.stream else "all streams"
                 section.charts[f"Loss of {stream}, in nats"][label + suffix] = curve
         for name, curve in run.scores.items():
-            if direction(name.metric) and curve.notna().any():
+            if better_direction(name.metric) and curve.notna().any():
                 evaluations.charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
     summary.tables = [Table("", ["", *runs], list(map(list, zip(*summaries, strict=True))))]
     add_score_tables(evaluations, last_scores, None)
@@ -149,7 +149,7 @@ def format_score_and_interval(score: float) -> Cell:
 def difference_cell(name: ScoreName, first: float | None, other: float | None) -> Cell:
     """Return the difference of another model's score from the first model's. It is None if one of the two lacks the
     score, or if the metric has no better direction."""
-    if first is None or other is None or not direction(name.metric):
+    if first is None or other is None or not better_direction(name.metric):
         return None
     difference = weighted_sum([other, first], [1, -1])
     if not isinstance(first, Score) or not isinstance(other, Score):

@@ -60,7 +60,7 @@ class Trainer:
             context.host_group,
             keep=self.recipe.checkpoint.keep,
             saved=self.done if checkpoint and is_checkpoint_of_run(checkpoint, context.out) else None,
-            write_model=self.write_model,
+            write_config_and_tokenizer=self.write_config_and_tokenizer,
             note=context.watch.note,
             published=lambda: self.evaluations.name_best_checkpoint(),
         )
@@ -74,12 +74,12 @@ class Trainer:
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)
         self.files = (self.metrics.lines, self.metrics.trace, self.evaluations.lines)
 
-    def begin(self) -> None:
+    def evaluate_and_save_start(self) -> None:
         """Evaluate and save before the first step of a run. So a run that cannot save fails at once, and not after a
         day."""
         if self.manager.saved is None:
             if self.done == 0:
-                self.evaluations.after_step(0)
+                self.evaluations.evaluate_if_due(0)
             self.save(must_succeed=True)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
@@ -101,7 +101,7 @@ class Trainer:
             check_targets(agreed, number, self.recipe.at(self.done))
             self.context.watch.note(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
-                self.metrics.add_excluded(number, agreed.samples, agreed.cost["tokens"])
+                self.metrics.report_excluded_step(number, agreed.samples, agreed.cost["tokens"])
                 skip_step(self.engine)
             else:
                 self.metrics.unreported.append(self.train_step(agreed, started))
@@ -109,8 +109,8 @@ class Trainer:
             self.data_state = agreed.batch.state
             self.context.stop.arm_time_limit()
             self.context.status.set_steps_done(number)
-            self.metrics.after_step(number, agreed.batch, flush=agreed.flush > 0)
-            is_best = self.evaluations.after_step(number)
+            self.metrics.trace_records(number, agreed.batch, flush=agreed.flush > 0)
+            is_best = self.evaluations.evaluate_if_due(number)
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:
                 self.save(must_succeed=number == steps)
         LOG.info(f"done: {steps} steps of the run in {self.context.out}")
@@ -175,7 +175,7 @@ class Trainer:
         }
         self.manager.save(self.done, manifest, good=not self.metrics.skipped_in_a_row, must_succeed=must_succeed)
 
-    def write_model(self, path: Path) -> None:
+    def write_config_and_tokenizer(self, path: Path) -> None:
         """Write the tokenizer and the model's config to a checkpoint. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)

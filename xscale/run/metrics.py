@@ -233,13 +233,13 @@ class RunMetrics:
         self.last_flush = time.monotonic()
         return True
 
-    def add_excluded(self, number: int, samples: int, tokens: int) -> None:
+    def report_excluded_step(self, number: int, samples: int, tokens: int) -> None:
         """Report an excluded step, whose records were read without changing the model."""
         self.flush()
         excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
         self.lines.write(excluded | {"samples": samples, "tokens": tokens})
 
-    def after_step(self, number: int, batch: StepBatch, flush: bool) -> None:
+    def trace_records(self, number: int, batch: StepBatch, flush: bool) -> None:
         """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
         for stream, keys in batch.record_keys().items() if self.trace.file else ():
             self.trace.write({"step": number, "stream": stream, "keys": keys})

@@ -63,7 +63,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             return folder.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)
         with closing(trainer):
-            trainer.begin()
+            trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
         status.write_end(code, context.stop.why if code == folder.STOPPED else f"{trainer.done} of {steps} steps")
     return code
@@ -130,7 +130,7 @@ def build_trainer(
     loader = Loader(recipe, run.corpus, calibration)
     loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, host_group, LOG.info)
     if process.is_main:
-        write_start_files(args.out, run, loader, checkpoint)
+        write_config_files(args.out, run, loader, checkpoint)
     data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
@@ -169,7 +169,7 @@ def code_version() -> str:
     return __version__
 
 
-def write_start_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
+def write_config_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
     """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
@@ -202,7 +202,7 @@ def check_ranks_agree(
             )
 
 
-def prefill_loader(loader: Loader, stream_name: str) -> Loader:
+def single_stream_loader(loader: Loader, stream_name: str) -> Loader:
     """Return a loader that has a single stream and reads its data in a different order: the new name changes the
     stream's random keys."""
     name = f"{stream_name}.prefill"
@@ -220,7 +220,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = prefill_loader(loader, name)
+        warm_up = single_stream_loader(loader, name)
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")

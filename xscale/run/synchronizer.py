@@ -94,7 +94,7 @@ class StepSynchronizer:
                 return None
             batch = next(batches)
             for lock in self.context.locks:
-                lock.check()
+                lock.check_not_taken_over()
         except Exception as error:
             if not self.length:  # before the first message, the other ranks end because this rank ends
                 raise

@@ -15,8 +15,8 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import LOG
 from xscale.eval.bootstrap import format_score, score_intervals
-from xscale.eval.in_training import Results, check_number_is_measured
-from xscale.metric_keys import ALL, direction
+from xscale.eval.in_training import Results, check_metric_is_measured
+from xscale.metric_keys import ALL, better_direction
 from xscale.recipe import Recipe
 from xscale.run.metrics import JsonLines, RunMetrics
 from xscale.run.watch import RunContext
@@ -51,15 +51,15 @@ class Validation:
         """The path TASK/ROW/NUMBER of the number by which the best checkpoint is chosen, or an empty string."""
         if self.best and path:
             for _, entry in files.entries_from_end(path):
-                self.note_best_number(entry["step"], entry.get("results") or {})
+                self.record_selection_metric(entry["step"], entry.get("results") or {})
             self.name_best_checkpoint()
 
-    def note_best_number(self, step: int, results: dict[str, Any]) -> None:
+    def record_selection_metric(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
         task, row, name = self.best.split("/", 2)
         number = results.get(task, {}).get(row, {}).get(name)
         if number is not None and math.isfinite(number):
-            self.goodness[step] = -number if direction(name) < 0 else number
+            self.goodness[step] = -number if better_direction(name) < 0 else number
 
     def best_checkpoint(self) -> Path | None:
         """Return the complete checkpoint with the best number, the earliest if several have it. Rank 0 only."""
@@ -79,7 +79,7 @@ class Validation:
                 file.unlink(missing_ok=True)
         return {checkpoints.step_from_name(best)} if best else set()
 
-    def after_step(self, step: int) -> bool:
+    def evaluate_if_due(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
         checkpoints, by the number that checkpoint.best names."""
         section = self.recipe.eval
@@ -98,9 +98,9 @@ class Validation:
     def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
         Raises UserError if the results lack the number."""
-        check_number_is_measured(results, self.best)
+        check_metric_is_measured(results, self.best)
         best = self.best_checkpoint()
-        self.note_best_number(step, results)
+        self.record_selection_metric(step, results)
         least = -math.inf if best is None else self.goodness[checkpoints.step_from_name(best)]
         return self.goodness.get(step, -math.inf) > least
 

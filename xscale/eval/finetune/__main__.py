@@ -23,7 +23,7 @@ import transformers
 from xscale import files
 from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_command
 from xscale.eval.bootstrap import format_score
-from xscale.eval.finetune.examples import LabelledExample, print_once
+from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import TASKS, AnyTask, read_examples
 from xscale.eval.finetune.training import Feature, FineTunedModel, SequenceMaker, fine_tune, predict_logits
 from xscale.eval.finetune.transfer import (
@@ -135,7 +135,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
         "epochs": args.epochs or task.epochs,
         "max_length": maker.max_length,
     }
-    print_once(
+    print_on_rank_0(
         f"fine-tuning {len(plan)} models per seed, with the seeds {args.seeds} and the learning rate {settings['lr']:g}"
     )
     scores: dict[str, SeedScores] = {}
@@ -144,7 +144,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
         groups = encode_training_text(task, text, maker)
         for seed in args.seeds:
             listed = ", ".join(map(" ".join, text.settings.items()))
-            print_once(f"{args.task}: fine-tuning a model with seed {seed} for the scores {listed}")
+            print_on_rank_0(f"{args.task}: fine-tuning a model with seed {seed} for the scores {listed}")
             transformers.set_seed(seed)  # for the new head's weights
             model = FineTunedModel(maker, len(text.labels) or 2, task.reads, args.frozen)
             trainer = fine_tune(model, maker.collate, groups, settings | {"seed": seed})
@@ -162,9 +162,9 @@ def measure_transfer(args: argparse.Namespace) -> None:
                 Path(args.out), encoder.path, {args.task: results}, seeds={args.task: scores}, settings=settings
             )
     for row, averages in results.items():
-        print_once(f"{args.task} {row}: {', '.join(map(format_score, averages, averages.values()))}")
+        print_on_rank_0(f"{args.task} {row}: {', '.join(map(format_score, averages, averages.values()))}")
     for line in below_majority_warnings(results):
-        print_once(line)
+        print_on_rank_0(line)
 
 
 def append_seed_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: dict[str, float]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError, env_number
-from xscale.files import pointer_problem
+from xscale.files import placeholder_problem
 
 Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
@@ -58,7 +58,7 @@ class LeftOut(Exception):
     """An example is neither trained on nor scored. The message is the reason."""
 
 
-def print_once(text: str) -> None:
+def print_on_rank_0(text: str) -> None:
     """Print a line on the first rank only."""
     if env_number("RANK", 0) == 0:
         print(text, flush=True)
@@ -73,12 +73,12 @@ def add_canonical_columns(row: Columns) -> Columns:
     return renamed
 
 
-def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
+def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[str, Columns]]:
     """Yield the rows of a .jsonl or .parquet file, with the names of labels instead of their numbers. Raises
     UserError."""
     import datasets
 
-    problem = pointer_problem(path)
+    problem = placeholder_problem(path)
     if path.is_dir():
         problem = f"{path} is a folder. Use a .jsonl file, or a .parquet file from `Dataset.to_parquet`"
     if problem:

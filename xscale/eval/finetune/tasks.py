@@ -28,10 +28,10 @@ from xscale.eval.finetune.examples import (
     LeftOut,
     add_canonical_columns,
     column_value,
-    print_once,
+    print_on_rank_0,
+    read_jsonl_or_parquet,
     read_squad,
     read_tab_separated,
-    read_table,
     read_tagged_sentences,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
@@ -326,7 +326,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     printed. limit: the maximum number of rows in the language. Raises UserError."""
     rows = task.read_rows(path)
     if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
-        rows = read_table(path)
+        rows = read_jsonl_or_parquet(path)
     rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
     examples: list[LabelledExample] = []
     reasons: Counter[str] = Counter()
@@ -339,7 +339,9 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         except UserError as error:
             raise UserError(f"{path}: {place}: {error}") from None
     for reason, count in reasons.items():
-        print_once(f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, because {reason}")
+        print_on_rank_0(
+            f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, because {reason}"
+        )
     if not examples:
         raise UserError(
             f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Use another file"

@@ -17,7 +17,7 @@ from itertools import chain
 from xscale.data.scripts import short_code
 from xscale.errors import UserError
 from xscale.eval import bootstrap
-from xscale.eval.finetune.examples import LabelledExample, print_once
+from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import AnyTask
 from xscale.eval.model import Scores
 
@@ -116,7 +116,7 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
             "second file must translate line n of the first; in the tasks xquad and mlqa, a translated question must "
             "have the id of the original question"
         )
-    print_once(
+    print_on_rank_0(
         f"{translated[0].path} has translations of {len(switched) // 2:,} of the {len(source):,} examples in "
         f"{source[0].path}"
     )
