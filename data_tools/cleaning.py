@@ -65,7 +65,7 @@ class RemovalCounts:
         if len(examples) < EXAMPLES:
             examples.append([text[:EXAMPLE_LENGTH] for text in example])
 
-    def join(self, other: dict[str, Any]) -> None:
+    def merge(self, other: dict[str, Any]) -> None:
         """Add the counts and examples of `other`, which has the form of `to_json`."""
         self.counts.update(other["counts"])
         for rule, examples in other["examples"].items():
@@ -95,7 +95,7 @@ class Cleaner:
             return None
         texts = list(map(self.normalise_text, unit.texts))
         if not self.source.pairs:
-            texts = self.split_paragraphs(texts)
+            texts = self.split_into_sentences(texts)
         reason = self.violated_unit_rule(texts)
         if reason:
             self.removed.add(reason, texts if self.source.pairs else texts[:1])
@@ -113,7 +113,7 @@ class Cleaner:
             text = change(text)
         return text.strip()
 
-    def split_paragraphs(self, paragraphs: list[str]) -> list[str]:
+    def split_into_sentences(self, paragraphs: list[str]) -> list[str]:
         """Return the sentences of a document, or with `whole_lines` its paragraphs."""
         sentences = paragraphs
         if not self.source.whole_lines:
@@ -127,7 +127,7 @@ class Cleaner:
         kept = list[str]()
         for sentence in sentences:
             reason = self.violated_length_rule([sentence])
-            if not reason and self.is_excluded(sentence):
+            if not reason and self.occurs_in_excluded_files(sentence):
                 reason = "exclude"
             if reason:
                 self.removed.add(f"{reason} (sentences)", [sentence])
@@ -148,7 +148,7 @@ class Cleaner:
                 return "identical sides"
         else:
             sides = [" ".join(texts)[:LID_CHARACTERS]]
-        if self.source.pairs and any(map(self.is_excluded, texts)):
+        if self.source.pairs and any(map(self.occurs_in_excluded_files, texts)):
             return "exclude"
         if self.rules.lid:
             for text, lang in zip(sides, self.source.langs, strict=True):
@@ -156,10 +156,10 @@ class Cleaner:
                     return "lid"
         return ""
 
-    def is_excluded(self, text: str) -> bool:
+    def occurs_in_excluded_files(self, text: str) -> bool:
         """Return whether a file of the rule `exclude` has a line with the letters, marks and digits of the text, in
         any case."""
-        return bool(self.rules.exclude) and folded_letters(text) in excluded_letters(tuple(self.rules.exclude))
+        return bool(self.rules.exclude) and folded_letters(text) in excluded_lines(tuple(self.rules.exclude))
 
     def violated_length_rule(self, texts: list[str]) -> str:
         """Return the name of the length rule that removes a pair or a single sentence; "" if no rule does."""
@@ -203,7 +203,7 @@ def _is_letter(character: str) -> bool:
 
 
 @cache
-def excluded_letters(paths: tuple[str, ...]) -> set[str]:
+def excluded_lines(paths: tuple[str, ...]) -> set[str]:
     """Return the folded letters of each line of evaluation files. Raises UserError if a file has no text."""
     excluded = set[str]()
     for path in paths:

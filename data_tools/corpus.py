@@ -242,7 +242,7 @@ class HeldoutSpec(Strict):
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
 
-    def wanted(self, group: tuple[str, ...]) -> int:
+    def wanted_count(self, group: tuple[str, ...]) -> int:
         """Return the number of pairs of two languages, or of sentences of one language, that corpus.yaml asks for."""
         return self.pairs if len(group) == 2 else self.mono
 

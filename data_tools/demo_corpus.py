@@ -91,7 +91,7 @@ def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
     lines = list[str]()
     for number in range(count_with_heldout(pairs)):
         en, xx, links = world.pair(number)
-        lines.append(f"{en}\t{xx}\t{number_whitespace_words(en, xx, links)}")
+        lines.append(f"{en}\t{xx}\t{renumber_links_by_whitespace(en, xx, links)}")
     write_lines(raw / "en-xx.tsv", lines)
     fifth = -(-pairs // 5)
     units = ""
@@ -112,7 +112,7 @@ def count_with_heldout(pairs: int) -> int:
     return pairs + min(HELDOUT, pairs // 9)
 
 
-def number_whitespace_words(en: str, xx: str, links: str) -> str:
+def renumber_links_by_whitespace(en: str, xx: str, links: str) -> str:
     """Return the links of a pair with the numbers of the words between white space, as in a TSV. Links of symbols,
     which end such words, are left out. links: the links with the numbers of the words and symbols of data/words.py."""
     (_, en_is_word), (_, xx_is_word) = split_words_and_symbols([en, xx])

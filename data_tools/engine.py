@@ -109,7 +109,7 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
         return
     # Forked workers hold the folder's lock, too: a new start waits until the workers of a killed one have ended.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, context, exit_with_parent, (os.getpid(),))
     try:
         futures = [pool.submit(do_task, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
         for future in as_completed(futures):
@@ -123,12 +123,12 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
         pool.shutdown(cancel_futures=True)
 
 
-def start_worker(parent: int) -> None:
-    """Make this process end soon after the process `parent` ends, and ignore Ctrl-C, which `parent` handles."""
+def exit_with_parent(parent_pid: int) -> None:
+    """Make this process end soon after the process `parent_pid` ends, and ignore Ctrl-C, which that process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent_pid:
             time.sleep(0.2)
         os._exit(1)
 

@@ -43,7 +43,7 @@ from xscale.errors import MachineError, UserError
 from xscale.record import Record, Shard, is_sample_member, parse_json, parse_tar_sample, sample_key
 
 from .command import run
-from .engine import start_worker
+from .engine import exit_with_parent
 
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time."""
@@ -98,7 +98,7 @@ def scan_tar(
                 )
             if segmentations and record.links is not None and len(langs) == 2:
                 project_links(record.links, record.texts, links_number_words=segmentations[layout]["name"] == "unicode")
-            entries += make_idx_entries(stored, follows=record.doc is not None and record.doc == doc)
+            entries += make_idx_entries(stored, continues_document=record.doc is not None and record.doc == doc)
             doc = record.doc
             linked += record.links is not None
     except (ValueError, tarfile.TarError, EOFError) as error:
@@ -177,10 +177,10 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
         )
 
 
-def make_idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int]]:
+def make_idx_entries(stored: StoredRecord, continues_document: bool) -> list[tuple[int, int, int]]:
     """Return a record's entries (offset, length, CRC) in the .idx file: one entry, or for a long monolingual record an
-    entry for each PART_BYTES of its text. follows: True if the record continues the document of the record before
-    it."""
+    entry for each PART_BYTES of its text. continues_document: True if the record continues the document of
+    the record before it."""
     record = stored.record
     length = len(stored.data)
     if length >= FOLLOWS:
@@ -190,7 +190,7 @@ def make_idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int
     crc = zlib.crc32(stored.data)
     if len(record.texts) == 2:
         return [(stored.offset, length, crc)]
-    first = (stored.offset, length + FOLLOWS * follows, crc)
+    first = (stored.offset, length + FOLLOWS * continues_document, crc)
     parts = -(-text_bytes[0] // PART_BYTES)
     return [first] + [(stored.offset, length + FOLLOWS, crc)] * (parts - 1)
 
@@ -218,7 +218,7 @@ def index_tars_in_processes(index_one: Callable[[Path], ScannedTar], paths: list
     if len(paths) < 2 * WORKER_TARS:
         return list(map(index_one, paths))
     workers = min(len(os.sched_getaffinity(0)), len(paths) // WORKER_TARS)
-    with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, get_context("fork"), exit_with_parent, (os.getpid(),)) as pool:
         try:
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:

@@ -40,7 +40,7 @@ UNKNOWN = 0.002
 """A warning is printed if more than this share of the tokens of a language's text is unknown."""
 
 
-def print_lengths(lang: str, texts: list[str]) -> None:
+def print_sentence_lengths(lang: str, texts: list[str]) -> None:
     """Print how many words a sentence has: the mean, percentiles and the maximum."""
     counts = [len(words) for words, _ in split_words_and_symbols(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
@@ -57,7 +57,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     links = symbols = 0
     for record in records:
         (first, first_is_word), (second, _) = split_words_and_symbols(list(record.texts))
-        links_K2 = word_link_array(record, len(first), len(second))
+        links_K2 = word_link_indices(record, len(first), len(second))
         words += len(first), len(second)
         linked_words += len(np.unique(links_K2[:, 0])), len(np.unique(links_K2[:, 1]))
         links += len(links_K2)
@@ -76,7 +76,7 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
     sums = list[int]()
     for record, first, second in zip(records, words[::2], words[1::2], strict=True):
-        links_K2 = word_link_array(record, len(first.is_word), len(second.is_word))
+        links_K2 = word_link_indices(record, len(first.is_word), len(second.is_word))
         of_one_kind = first.is_word[links_K2[:, 0]] == second.is_word[links_K2[:, 1]]
         token_links = set[tuple[int, int]]()
         for i, j in links_K2[of_one_kind]:
@@ -88,7 +88,7 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     return {"median": float(median), "p95": float(p95)}
 
 
-def word_link_array(record: Record, first_words: int, second_words: int) -> np.ndarray:
+def word_link_indices(record: Record, first_words: int, second_words: int) -> np.ndarray:
     """Return the word links of a pair [K, 2]. first_words, second_words: the numbers of words of its two texts."""
     links = parse_pharaoh(record.links or "", (first_words, second_words))
     return np.array(links, dtype=np.int64).reshape(-1, 2)
@@ -123,7 +123,7 @@ def verify(source: Source) -> None:
     print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
 
 
-def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
+def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
     """Print a description of a source with `shown` of its records, and return its entry for --json."""
     files.map_in_threads(source.check_size, source.shards)
     source.check_links()
@@ -135,7 +135,7 @@ def describe_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> 
         print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")
     for side, lang in enumerate(source.langs):
         texts = [record.texts[side] for record in records]
-        print_lengths(lang, texts)
+        print_sentence_lengths(lang, texts)
         if tokenizer:
             tokens = np.concatenate(tokenizer.encode(texts))
             share = (tokens == tokenizer.hf.unk_token_id).mean()
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
             source = Source(directory)
             if args.verify:
                 verify(source)
-            sources.append(describe_source(source, tokenizer, args.show))
+            sources.append(print_and_summarize_source(source, tokenizer, args.show))
     if args.json:
         files.write_text(args.json, json.dumps({"sources": sources}, indent=1, ensure_ascii=False) + "\n")
 

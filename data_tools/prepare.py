@@ -224,7 +224,7 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     found: {folder below heldout/: number of its records}."""
     folders = {"-".join(source.langs) for source in corpus.sources if source.group == group}
     count = sum(found.get(name, 0) for name in folders)
-    wanted = corpus.heldout.wanted(group)
+    wanted = corpus.heldout.wanted_count(group)
     if count >= wanted:
         return []
     reasons = {1: "only whole documents that occur once", 2: "only pairs whose two sentences occur in no other pair"}

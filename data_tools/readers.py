@@ -126,7 +126,7 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
     texts = [line.strip(" ") for _, line in head if line.strip()]
-    others = len(texts) - sum(map(is_text, texts))
+    others = len(texts) - sum(map(is_plain_text, texts))
     if texts and (texts[0] in ("{", "[") or texts[0].lower().startswith(("<?xml", "<tmx"))):
         others = len(texts)
     if others >= SHARE * len(texts) > 0:
@@ -139,7 +139,7 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     yield from lines
 
 
-def is_text(line: str) -> bool:
+def is_plain_text(line: str) -> bool:
     """Return whether a line is text: not a row of a table, a JSON object, or a line that begins with a tag. A tag of
     WikiExtractor is allowed."""
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
@@ -147,8 +147,8 @@ def is_text(line: str) -> bool:
     return not (is_object or is_tag or "\t" in line)
 
 
-def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:
-    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: an iterator of the lines'
+def text_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Iterator[Paragraph]:
+    """Yield the lines of a file that have text. form: see SourceSpec.documents. line_numbers: an iterator of the lines'
     numbers, which goes on from file to file. Raises UserError."""
     lines = read_lines(path)
     if form == "auto":
@@ -158,7 +158,7 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
         lines = chain(head, lines)
     starts = True
     for line_number, line in lines:
-        number = next(numbers)
+        number = next(line_numbers)
         text = line.strip()
         is_tag = form == "doc" and text.startswith(("<doc ", "</doc>"))
         if is_tag and (not text.endswith(">") or "</doc>" in text[1:]):

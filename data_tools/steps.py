@@ -41,7 +41,7 @@ from .cleaning import (
     Cleaner,
     RemovalCounts,
     cached_tokenizer,
-    excluded_letters,
+    excluded_lines,
     hash_texts,
     minhash_bands,
     violated_token_count_rule,
@@ -105,7 +105,7 @@ def read_plan(folder: Path) -> CorpusPlan:
 def write_plan(folder: Path, plan: CorpusPlan) -> None:
     corpus = plan.corpus.model_dump(mode="json", exclude_unset=True)
     write_json(folder / "plan.json", plan._asdict() | {"corpus": corpus})
-    for cache in (read_plan, all_chunks, excluded_letters):
+    for cache in (read_plan, all_chunks, excluded_lines):
         cache.cache_clear()
 
 
@@ -263,7 +263,7 @@ def select_units(folder: Path, group_number: int) -> None:
             "correct the sources"
         )
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    mark_held_out_units(state, units, min(corpus.heldout.wanted(group), most))
+    mark_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -282,20 +282,20 @@ def occurs_once(values: np.ndarray) -> np.ndarray:
     return counts[number] == 1
 
 
-def mark_held_out_units(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
+def mark_held_out_units(state: np.ndarray, hashes: np.ndarray, sentence_limit: int) -> None:
     """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
-    `wanted` sentences together, and a unit with too many is passed over. No side of a pair that is held out occurs in
-    another kept pair of the group. units: the columns before FIRST_BAND."""
-    if not wanted:
+    `sentence_limit` sentences together, and a unit with too many is passed over. No side of a pair that is held out
+    occurs in another kept pair of the group. hashes: the result of unit_hashes, with the columns before FIRST_BAND."""
+    if not sentence_limit:
         return
     kept = np.flatnonzero(state == KEPT)
-    candidates = kept[occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])]
-    for candidate in candidates[np.argsort(units[candidates, EXACT])]:  # without a list of up to 10^8 numbers
-        sentences = int(units[candidate, SENTENCES])
-        if sentences <= wanted:
+    candidates = kept[occurs_once(hashes[kept, FIRST_SIDE]) & occurs_once(hashes[kept, SECOND_SIDE])]
+    for candidate in candidates[np.argsort(hashes[candidates, EXACT])]:  # without a list of up to 10^8 numbers
+        sentences = int(hashes[candidate, SENTENCES])
+        if sentences <= sentence_limit:
             state[candidate] = HELD_OUT
-            wanted -= sentences
-        if not wanted:
+            sentence_limit -= sentences
+        if not sentence_limit:
             break
 
 
@@ -470,7 +470,7 @@ def sum_counts_of_source(folder: Path, source_number: int) -> dict[str, Any]:
     for chunk in source_chunks(folder, source_number):
         for step in ("clean", "tars"):
             fields = read_json(folder / f"{step}/{chunk.number}.json")
-            removed.join(fields["removed"])
+            removed.merge(fields["removed"])
             counts.update(fields["counts"])
     return {"counts": counts, "removed": removed.counts, "examples": removed.examples}
 

@@ -150,25 +150,25 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
         rare.difference_update(_choose_alphabet(characters, vocab_size - len(_BYTES), lambda char: 1))
         to_spaces = str.maketrans(dict.fromkeys(rare, " "))
         tokenizer.train_from_iterator((line.translate(to_spaces) for line in lines), trainer)
-    tokenizer.model = _reproducible_unigram(tokenizer, len(special))
+    tokenizer.model = _stable_unigram_with_bytes(tokenizer, len(special))
     return tokenizer
 
 
-def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
+def _stable_unigram_with_bytes(tokenizer: Tokenizer, special_count: int) -> models.Unigram:
     """Return the trained Unigram model without the differences between runs, and with tokens for bytes. UnigramTrainer
     iterates over hash tables. So the last digits of its scores vary from run to run, and rare characters get the lowest
-    scores (the lowest, the lowest + 0.0001, ...) in a varying order. special: the number of special tokens."""
+    scores (the lowest, the lowest + 0.0001, ...) in a varying order. special_count: the number of special tokens."""
     model = json.loads(tokenizer.to_str())["model"]
-    lowest = min(score for _, score in model["vocab"][special:])
+    lowest = min(score for _, score in model["vocab"][special_count:])
     pieces = list[tuple[str, float]]()
-    for piece, score in model["vocab"][special:]:
+    for piece, score in model["vocab"][special_count:]:
         steps = (score - lowest) / 1e-4
         if len(piece) == 1 and abs(steps - round(steps)) < 1e-6:
             score = lowest
         pieces.append((piece, round(score, 6)))
     pieces.sort(key=lambda entry: (-entry[1], entry[0]))
     pieces += [(byte, round(lowest - 10, 6)) for byte in _BYTES]
-    first = list(map(tuple, model["vocab"][:special]))
+    first = list(map(tuple, model["vocab"][:special_count]))
     return models.Unigram(first + pieces, model["unk_id"], byte_fallback=True)
 
 
@@ -188,17 +188,20 @@ def _normalised_lines_and_character_counts(
         yield spool, characters
 
 
-def _choose_alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callable[[str], int]) -> list[str]:
+def _choose_alphabet(
+    character_counts: dict[str, Counter[str]], token_limit: int, tokens_of_character: Callable[[str], int]
+) -> list[str]:
     """Return the characters of a vocabulary, as far as they fit: the most frequent characters of each language, which
     make up the share COVERAGE of the language's text, and the _ALPHABET most frequent characters of all text.
 
-    characters: counts by language. room: the number of tokens of the whole vocabulary. tokens_of: a function that
-    returns the number of tokens that a character takes. Raises UserError if no character fits."""
+    character_counts: the counts by language. token_limit: the number of tokens of the whole vocabulary.
+    tokens_of_character: a function that returns the number of tokens that a character takes. Raises UserError if no
+    character fits."""
     total = Counter[str]()
     share_before = dict[str, float]()
     """For each character, the share of a language's text that more frequent characters make up. If several languages
     have the character, their minimum."""
-    for counts in characters.values():
+    for counts in character_counts.values():
         passed = 0
         for char, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
             share_before[char] = min(share_before.get(char, 1.0), passed / counts.total())
@@ -211,14 +214,14 @@ def _choose_alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: 
     kept = list[str]()
     tokens = 0
     for char in wanted:
-        tokens += tokens_of(char)
-        if tokens > _ROOM * room:
+        tokens += tokens_of_character(char)
+        if tokens > _ROOM * token_limit:
             break
         kept.append(char)
     if wanted and not kept:
         raise UserError(
-            f"the vocabulary is too small, because only {max(room, 0)} tokens are left for the characters of the text. "
-            "Set a larger vocab_size"
+            f"the vocabulary is too small, because only {max(token_limit, 0)} tokens are left for the characters of "
+            "the text. Set a larger vocab_size"
         )
     if len(kept) < len(wanted):
         print(

@@ -31,30 +31,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="kind", required=True)
     pairs = commands.add_parser("pairs", help="write pairs: line n of --tgt is the translation of line n of --src")
     pairs.add_argument(
-        "--src", type=stdin_or_file, required=True, help="file with one sentence per line, or - for standard input"
+        "--src", type=path_or_stdin, required=True, help="file with one sentence per line, or - for standard input"
     )
     pairs.add_argument(
-        "--tgt", type=stdin_or_file, required=True, help="file with the translation of each line of --src"
+        "--tgt", type=path_or_stdin, required=True, help="file with the translation of each line of --src"
     )
     pairs.add_argument(
         "--langs", nargs=2, required=True, metavar=("SRC", "TGT"), help="languages of --src and --tgt, such as en de"
     )
     links = pairs.add_mutually_exclusive_group()
     links.add_argument(
-        "--links", type=stdin_or_file, help="file of word alignments in Pharaoh form such as 0-0 1-2, one line per pair"
+        "--links", type=path_or_stdin, help="file of word alignments in Pharaoh form such as 0-0 1-2, one line per pair"
     )
     links.add_argument("--align", action="store_true", help="make word alignments with the aligner eflomal")
     for side in ("src", "tgt"):
         pairs.add_argument(
             f"--links_{side}",
-            type=stdin_or_file,
+            type=path_or_stdin,
             help=f"file that the aligner read instead of --{side}, such as tokenised text",
         )
     mono = commands.add_parser(
         "mono", help="write monolingual text; the files have plain text or the output of WikiExtractor"
     )
     mono.add_argument(
-        "--text", type=stdin_or_file, nargs="+", required=True, help="files or folders of text, or - for standard input"
+        "--text", type=path_or_stdin, nargs="+", required=True, help="files or folders of text, or - for standard input"
     )
     mono.add_argument("--lang", required=True, help="language of the text, such as en")
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
@@ -89,7 +89,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def stdin_or_file(name: str) -> str:
+def path_or_stdin(name: str) -> str:
     return "/dev/stdin" if name == "-" else name
 
 
