@@ -22,6 +22,8 @@ TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() e
 
 LOG = logging.getLogger("xscale")
 """The log of this process. run/folder.py says where it is written."""
+ExitCode = int
+"""The exit code of a command, 0 if it has succeeded. docs/reference/run.md lists those of a run."""
 
 
 class UserError(ValueError):
@@ -86,7 +88,7 @@ def adding_note(note: str) -> Iterator[None]:
         raise
 
 
-def report_error(error: UserError | OSError) -> int:
+def report_error(error: UserError | OSError) -> ExitCode:
     """Print an error that the user or the machine has caused, and return its exit code. Re-raise other errors."""
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
@@ -144,7 +146,7 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def run_command(main: Callable[[], int]) -> NoReturn:
+def run_command(main: Callable[[], ExitCode]) -> NoReturn:
     """Run `main`, and end the process with the code that it returns, or with 1 and a traceback if it raises.
 
     The interpreter's normal exit is skipped, because threads of libraries sometimes abort it, and because tearing down

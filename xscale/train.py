@@ -29,6 +29,7 @@ from xscale.dry_run import dry_run
 from xscale.errors import (
     TOOLS,
     DirectoryTaken,
+    ExitCode,
     NotFinite,
     UserError,
     check_arguments,
@@ -166,7 +167,7 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
                 )
 
 
-def train(args: argparse.Namespace, process: Process, status: Status) -> int:
+def train(args: argparse.Namespace, process: Process, status: Status) -> ExitCode:
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage
     host_group = HostGroup()

@@ -16,7 +16,7 @@ from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
-from xscale.errors import UserError, check_arguments, report_error
+from xscale.errors import ExitCode, UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, write_results
@@ -89,7 +89,7 @@ def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
     return rows
 
 
-def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> int:
+def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> ExitCode:
     """Evaluate and print every row, and write the scores so far to `out` after each row. Return the exit code: 2 if a
     row cannot be evaluated, else 0."""
     times = Counter((row.task, row.name) for row in rows)

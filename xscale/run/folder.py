@@ -26,6 +26,7 @@ from xscale.errors import (
     ENVIRONMENT_ERRNOS,
     LOG,
     DirectoryTaken,
+    ExitCode,
     MachineError,
     NotFinite,
     UserError,
@@ -228,7 +229,7 @@ CAUSES = (
 message, in which {} stands for the error's first line."""
 
 
-def exit_code_and_message(error: Exception) -> tuple[int, str]:
+def exit_code_and_message(error: Exception) -> tuple[ExitCode, str]:
     """Return the exit code of an error, and its message, with a remedy if a user or a machine has caused the error."""
     if isinstance(error, MachineError):  # the message, which may be another rank's, already names the remedy
         return MACHINE, str(error)
@@ -274,7 +275,7 @@ class Status:
         if self.process.is_main:
             self._write("running", None, "")
 
-    def write_end(self, code: int, why: str) -> None:
+    def write_end(self, code: ExitCode, why: str) -> None:
         """Write why the run ends. If this rank fails while the run has the lock, and another rank has written a reason,
         that reason stays."""
         is_first = self.process.is_main

@@ -13,7 +13,7 @@ from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import skip_step
-from xscale.errors import LOG, NotFinite
+from xscale.errors import LOG, ExitCode, NotFinite
 from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
 from xscale.eval.in_training import make_task_functions
 from xscale.run.folder import DONE, STOPPED
@@ -82,7 +82,7 @@ class Trainer:
                 self.evaluations.evaluate_if_due(0)
             self.save(must_succeed=True)
 
-    def loop(self, batches: Iterator[StepBatch]) -> int:
+    def loop(self, batches: Iterator[StepBatch]) -> ExitCode:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code. `number` counts steps from
         1; self.done is the number from 0 by which recipes and data know the same step."""
         steps = self.recipe.train.steps

@@ -21,7 +21,7 @@ from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import apply_schedule
-from xscale.errors import LOG, UserError, indent_lines, redact
+from xscale.errors import LOG, ExitCode, UserError, indent_lines, redact
 from xscale.eval.in_training import check_eval_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
@@ -48,7 +48,7 @@ class ResolvedRun:
     """The lines to print before the first step."""
 
 
-def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: folder.Status) -> int:
+def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: folder.Status) -> ExitCode:
     """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
     run = prepare_run(args, process, Hardware.of_this_process(), host_group)
