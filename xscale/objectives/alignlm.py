@@ -43,7 +43,8 @@ from xscale.recipe import STRICT, Fraction, NotNegative
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
+    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
+    count."""
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp, the loss of the prediction from the aligned words."""
     expand: Literal["all", "first"] = "all"

@@ -25,7 +25,8 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
+    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
+    count."""
     whole_word: bool = False
     """true: the objective chooses whole words, and the model predicts all their tokens. false: the objective chooses
     single tokens."""
@@ -34,8 +35,8 @@ class MaskedOptions:
     embeddings are rows of the model's token-type table. If `model.init` has language embeddings, the run starts from
     them."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The share of the sequences that get a neutral embedding (token type 0) in place of the language embeddings. From
-    these sequences, the model learns to read text whose language is not given."""
+    """With language embeddings: the share of the sequences that get a neutral embedding (token type 0) in place of the
+    embedding of their language. From these sequences, the model learns to read text whose language is not given."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:

@@ -91,7 +91,8 @@ class PpaOptions:
     """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
     (the row "repl TLM w/ MLM" in Table 5)."""
     mask_prob: Fraction = 0.15
-    """The share of the tokens that the model predicts, not counting special tokens such as [CLS]."""
+    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
+    count."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:
