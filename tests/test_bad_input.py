@@ -368,7 +368,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
-            "record 0: .* in `langs` or `texts`. Each item of both must be a string",
+            "record 0: .* in `langs` or `texts`. Each item of both lists must be a string",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],

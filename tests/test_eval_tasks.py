@@ -199,10 +199,10 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
     [
         ("a b\tc d\t0-0 1-2\n", None, "line 1.*1-2.*from 0"),
         ("a b\tc d\t0-0\na b\tc d\t0-0 1x1\n", None, "line 2.*'1x1'.*ipj"),
-        ("a b\tc d\n", None, "line 1.*sentence<TAB>sentence<TAB>links"),
+        ("a b\tc d\n", None, "line 1.* the form `sentence<TAB>sentence<TAB>links` "),
         ("a b ||| c d\n", "1-1\n2-2\n", "gold has 2 lines"),
         ("a b ||| c d\na ||| c\n", "1-1\n1-2\n", "line 2.*1-2"),
-        ("a b | c d\n", "1-1\n", r"line 1.*sentence \|\|\| sentence"),
+        ("a b | c d\n", "1-1\n", r"line 1.* the form `sentence \|\|\| sentence`. "),
     ],
 )
 def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) -> None:

@@ -92,7 +92,8 @@ def test_the_page_has_the_files_numbers_and_stands_alone(run: Path, tmp_path: Pa
     }
     for name, cell in summary.items():
         assert row_of(page, name) == [cell]
-    assert row_of(page, "tokens in these steps") == ["2,400"] and row_of(page, "seconds in these steps") == ["12"]
+    assert row_of(page, "tokens in the logged steps") == ["2,400"]
+    assert row_of(page, "seconds in the logged steps") == ["12"]
     assert row_of(page, "all", "accuracy") == ["0.6"]
     assert row_of(page, "en-de", "accuracy") == ["0.5"]
     for title in (
@@ -112,7 +113,7 @@ def test_steps_and_tokens_of_a_fork_are_its_own(tmp_path: Path) -> None:
     """The metrics.jsonl of a fork begins after the parent's checkpoint."""
     fork = write_run(tmp_path / "fork", entries_of(24)[20:], [], {})
     page = page_of(fork, out=tmp_path / "report.html")
-    assert row_of(page, "logged steps") == ["4"] and row_of(page, "tokens in these steps") == ["400"]
+    assert row_of(page, "logged steps") == ["4"] and row_of(page, "tokens in the logged steps") == ["400"]
 
 
 def test_a_curve_is_drawn_as_the_file_has_it() -> None:
@@ -146,7 +147,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     del last["results"]["retrieval"]["en-de"]
     other = write_run(tmp_path / "other", entries, [last], recipe)
     page = page_of(run, other, out=tmp_path / "report.html")
-    assert row_of(page, "tokens in these steps") == ["2,400", "–"]
+    assert row_of(page, "tokens in the logged steps") == ["2,400", "–"]
     assert row_of(page, "mlm", "loss") == ["0.36", "4.5", "+4.14, no interval"]
     assert row_of(page, "all", "accuracy") == ["0.6", "0.8", "+0.2, no interval"]
     assert row_of(page, "en-de", "accuracy") == ["0.5", "–", "–"] and "not in file" not in page

@@ -51,7 +51,7 @@ def main() -> int:
     add(
         "--pooling",
         choices=POOLINGS,
-        help="pooling of sentence vectors (default: the pooling of the training, else that of model.init)",
+        help="pooling of sentence vectors (default: the pooling with which the run trained, else that of model.init)",
     )
     add(
         "--layers",
@@ -101,8 +101,9 @@ def find_best_checkpoint(run: Path) -> Path:
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
-            f"--best: {named} does not exist, because the recipe of the run does not set checkpoint.best or the "
-            "run has not been evaluated yet. Remove --best to export the newest checkpoint"
+            f"--best: {named} does not exist. Either {run} is not the folder of a run, or the recipe of the run does "
+            "not set checkpoint.best, or the run has not been evaluated yet. Remove --best to export the newest "
+            "checkpoint"
         )
     return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
 

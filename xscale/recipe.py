@@ -520,7 +520,7 @@ def build_recipe(
     if best and best.partition("/")[0] not in tasks:
         problems.append(
             f"checkpoint.best: {best} does not begin with the name of a task in eval.tasks (names: "
-            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/NUMBER"
+            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/NUMBER, such as heldout/mlm/loss"
         )
     return recipe
 

@@ -61,7 +61,7 @@ class Record(NamedTuple):
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(
-                    f"record {key!r} has {text!r:.60} in `langs` or `texts`. Each item of both must be a string "
+                    f"record {key!r} has {text!r:.60} in `langs` or `texts`. Each item of both lists must be a string "
                     "that is not blank"
                 )
         links = fields.get("links")

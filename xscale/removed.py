@@ -1,6 +1,6 @@
 """Flags, recipe fields and commands of xscale 0.1 with what to use instead, and Hugging Face's names of our fields.
 
-An error names the substitute. What 0.1 had goes with 0.3. An entry stands on one line: "key": "what to use instead".
+An error names the substitute. What 0.1 had goes with 0.3. An entry is "key": "what to use instead".
 """
 
 import fnmatch
@@ -12,20 +12,23 @@ FLAGS: dict[str, str] = {
     "tokenizer --coverage": "use a larger --vocab_size, which has room for more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
     "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries of each dictionary have unknown tokens",
-    "index --links_count": 'run `xscale data index`, then set `segmentation` in index.json to {"name": "whitespace"}',
+    "index --links_count": (
+        "if word alignments number the words between spaces, run `xscale data index DIR`, set `segmentation` in "
+        'DIR/index.json to {"name": "whitespace"}, and run `xscale data index DIR` again'
+    ),
     "lexicon --min_length": "remove short words from the file first, for example by `awk 'length($1) > 1'`",
     "report --watch": "`tensorboard --logdir runs` shows the curves of runs while they train",
     "report --png": "open the page in a browser, and save the pictures of the page, which are SVG files",
     "report --scores": "name the result files without a flag: `xscale report A.json B.json --out table.html`",
-    "report --models": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout",
-    "report --pairs": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout",
+    "report --models": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout of xscale",
+    "report --pairs": "to draw translated words by t-SNE, use benchmarks/papers/run.py in a checkout of xscale",
     "data_tools.inspect --html": "report.html of `xscale data prepare` shows each source's records and removed text",
     "--plugin": "name the objective in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "eval.finetune --source": "write the source language as the first language of --train",
     "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
     "write_shards --symmetrize": "run eflomal, symmetrize its word alignments, and pass the result by --links FILE",
-    "--data_change": "use `--fork RUN@STEP --out NEW` with more --data; the fork continues the old data from STEP on",
+    "--data_change": "use `--fork RUN@STEP --out NEW` with other --data; the fork goes on at the next unread record",
     "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
     "--parts": "start one job per task, each with its own --task and --out",
     "--part": "start one job per task, each with its own --task and --out",
@@ -51,7 +54,7 @@ FIELDS: dict[str, str] = {
     "train.spikes": "find spikes of the loss in TensorBoard, and skip their steps by train.skip_steps=[STEP, ...]",
     "train.compile": "remove the field; on a GPU, the encoder uses xscale's Triton kernels",
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
-    "data.truecase": "use `xscale data lexicon --truecase DIR`; for old runs, set data.lexicons=[RUN/lexicon/FILE.txt]",
+    "data.truecase": "use `xscale data lexicon --truecase DIR`; the dictionary of an old run is in RUN/lexicon/",
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha lowers the epochs of small languages",
     "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",

@@ -47,19 +47,19 @@ def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
 
 def pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
     """Return the links of a pair. word_counts: the numbers of words of its texts. Raises UserError."""
-    problem = "the field `links` is missing (a pair without linked words needs an empty field)"
-    if pair.links is not None:
-        try:
-            return parse_pharaoh(pair.links, word_counts)
-        except ValueError as error:
-            problem = str(error)
-    raise UserError(
-        f"record {pair.key!r}: {problem}. A link `i-j` joins word i of the first sentence and word j of the "
-        "second, counted from 0 (xscale/data/words.py divides text into words). If the shards have no word "
-        "alignments, add word alignments by `xscale data prepare` with `align: true` in corpus.yaml. If word "
-        "alignments are wrong, write the shards again by `xscale data write_shards pairs ... --align` (or `--links "
-        "FILE`)"
-    )
+    remedy = "Write the shards again by `xscale data write_shards pairs ... --align` (or `--links FILE`)"
+    if pair.links is None:
+        raise UserError(
+            f"record {pair.key!r}: the field `links` is missing; a pair without linked words needs an empty field. "
+            f"{remedy}"
+        )
+    try:
+        return parse_pharaoh(pair.links, word_counts)
+    except ValueError as error:
+        raise UserError(
+            f"record {pair.key!r}: {error}. A link `i-j` joins word i of the first sentence and word j of the second, "
+            f"counted from 0 (xscale/data/words.py divides text into words). {remedy}"
+        ) from None
 
 
 def segments_of_layout(pairs: list[Example], layout: Layout) -> list[list[Segment]]:

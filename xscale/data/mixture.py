@@ -170,8 +170,8 @@ class Mixture:
         if self.state.get("order") != ORDER and any(stream.reads_running_text for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by a version of xscale that reads text in "
-                "another order. Continue the run with the version of xscale that began the run, or start a new "
-                "run from the weights of the checkpoint: --set model.init=CHECKPOINT, and another --out"
+                "another order than this version. Continue the run with the version of xscale that began the run, or "
+                "start a new run from the weights of the checkpoint: --set model.init=CHECKPOINT, and another --out"
             )
 
     def next_plan_of_rank(self) -> Plan:

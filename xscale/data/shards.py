@@ -141,10 +141,10 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word alignments number words by the rules {self.segmentation}, and this "
-                f"version of xscale knows only version {words.VERSION} and older of these rules. Use a newer xscale, "
-                "or write the shards again from the text: `xscale data write_shards pairs ... --align` (or `--links "
-                "FILE`)"
+                f"{self.directory}: by index.json, the word alignments number the words of the segmentation "
+                f"{self.segmentation}, which this version of xscale does not have. Use the version of xscale that "
+                "wrote the shards, or write the shards again from the text: `xscale data write_shards pairs ... "
+                "--align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -228,11 +228,13 @@ class Source:
             file = self._file(idx_name)
             if file.entries_fit_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
+        remedy = f"copy the file again, or run `xscale data index {self.directory}`"
+        if self.remote:
+            remedy = f"remove {self.directory}; the next start downloads the shards again"
         raise UserError(
             f"{self.directory}/{idx_name} is missing, or does not have the checksum in the index.json that the run "
-            "read at its start. If the shards were replaced during the run, restore the old shards. If --data is a "
-            f"folder, copy the file again, or run `xscale data index {self.directory}`. If --data is a URL, remove "
-            f"{self.directory}; the next start downloads the shards again"
+            "read at its start. If the shards were replaced during the run, restore the old shards. Otherwise "
+            f"{remedy}"
         )
 
     def _fetch_entries(self, remote: Remote) -> None:

@@ -127,8 +127,10 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     link has a 0, else from 1. Raises UserError."""
     lines = read_plain_lines(text)
     separator = "\t"
+    form = "`sentence<TAB>sentence<TAB>links` (links: word alignments such as 0-0 1-2)"
     if links is not None:
         separator = "|||"
+        form = "`sentence ||| sentence`"
         link_lines = read_plain_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
@@ -141,10 +143,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     for number, line in enumerate(lines, start=1):
         row = [re.findall("[^ \t]+", cell) for cell in line.split(separator)]  # U+3000 can be a word of Japanese text
         if len(row) != 3 or not row[0] or not row[1]:
-            raise UserError(
-                f"{text}: line {number}: {line[:60]!r} does not have the form `sentence<TAB>sentence<TAB>links` or, "
-                "with a file of word alignments, `sentence ||| sentence`. Correct the line"
-            )
+            raise UserError(f"{text}: line {number}: {line[:60]!r} does not have the form {form}. Correct the line")
         rows.append(row)
         if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):
             first = 0

@@ -104,9 +104,9 @@ def collect_probe_words(
         if withheld_share and len(withheld.queries) < FEWEST:
             LOG.warning(
                 f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the dictionary's "
-                f"words that training withholds are single tokens, and the metric needs {FEWEST}. Use a larger "
-                "dictionary, withhold a larger share (data.lexicon_heldout), or use a tokenizer with a larger "
-                "vocabulary"
+                f"words that training does not read are single tokens, and the metric needs {FEWEST}. Use a larger "
+                "dictionary, a larger data.lexicon_heldout (the share that training does not read), or a tokenizer "
+                "with a larger vocabulary"
             )
     return probes
 

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         "shards)")  # fmt: skip
     add("--aer", nargs="+", action="append", default=[], metavar="X", help="word alignments made by hand, for task "
         "aer: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; may be repeated")  # fmt: skip
-    variants = "If these flags have several values, every combination is evaluated."
+    variants = "--pooling, --layer and --margin may have several values; every combination of the values is evaluated."
     add = parser.add_argument_group("variants", variants).add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="pooling of sentence vectors for retrieval (default: "
         "that of the model)")  # fmt: skip
@@ -121,7 +121,7 @@ def require_pair_sources(args: argparse.Namespace, sources: list[Source]) -> lis
         raise UserError(
             "the tasks alignment, heldout and retrieval need sentence pairs, but --data "
             f"({', '.join(map(str, args.data)) or 'not given'}) has none. Write --data DIR with a folder of shards of "
-            "pairs"
+            "pairs; for retrieval, --texts DIR can take its place"
         )
     return pairs
 

@@ -352,7 +352,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
                 table[1 + names.index(name_now)] = old[number]
         LOG.info(
             f"the language embeddings of {', '.join(known)} come from model.init; the embeddings of other "
-            "languages start as copies of the neutral embedding of model.init"
+            "languages start as copies of model.init's neutral embedding, which belongs to no language"
         )
     _set_type_table(lm, table)
     return names if embeddings else languages

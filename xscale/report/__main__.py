@@ -1,6 +1,6 @@
 """A report of runs, or of result files, on one HTML page.
 
-xscale report RUN_DIR ... --out report.html        one run, or several side by side, also while they train
+xscale report RUN_DIR ... --out report.html        one run, or several side by side; runs may still train
 xscale report A.json B.json ... --out table.html   results of evaluations and fine-tuning side by side
 
 The table has a column for each file, and the difference of each later model from the model of the first file.

@@ -13,7 +13,7 @@ from xscale.report.charts import Lines, draw_chart
 from xscale.report.read import Results, Run, ScoreName
 
 Cell = str | float | None
-SUMS = {"tokens": "tokens in these steps", "step_s": "seconds in these steps", "skipped": "skipped steps"}
+SUMS = {"tokens": "tokens in the logged steps", "step_s": "seconds in the logged steps", "skipped": "skipped steps"}
 """{metric: name of the summary's row with its sum over the logged steps, of which a fork has only its own}."""
 PAIRED = (
     "The brackets after a score have its 95 % confidence interval. A column `− first` has the difference of a model "

@@ -68,8 +68,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "other languages")  # fmt: skip
     add("--test", **texts, required=True, help="test files, one for each language")
     add("--translated", **texts, help="translations of the first file of --train, for translate-train scores")
-    add("--code_switch", action="store_true", help="in tasks with two texts per example, change the training text "
-        "of translate-train: two examples replace each one, with the first or the second text translated")  # fmt: skip
+    add("--code_switch", action="store_true", help="in tasks with two texts per example, replace each translated "
+        "training example by two: one with only the first text translated, one with only the second")  # fmt: skip
     add("--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="seeds of the fine-tuning runs, one "
         "run per seed and training file (default: 0 1 2)")  # fmt: skip
     add("--frozen", action="store_true", help="keep the encoder's weights, and train only the linear layer on its "
