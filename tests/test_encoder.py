@@ -29,7 +29,7 @@ from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, longest_sequence
 from xscale.models.encoder import HEADS, Encoder
-from xscale.models.flat import FLAT, first_position
+from xscale.models.flat import FLAT, first_position_id
 from xscale.models.momentum import MomentumEncoder
 
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -87,7 +87,7 @@ def row_of(lengths: list[int], own: bool = False, longest: int = 31) -> Tokens:
 def padded_inputs(encoder: Encoder, row: Tokens) -> dict[str, Tensor]:
     """What transformers takes for the sequences that are not empty [B, L]."""
     lengths, config = [n for n in row.lengths.tolist() if n], encoder.lm.config
-    first = first_position(config)
+    first = first_position_id(config)
 
     def pad(values_N: Tensor, fill: int) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(values_N.split(lengths), batch_first=True, padding_value=fill)

@@ -236,7 +236,7 @@ def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, wei
 @pytest.mark.parametrize("bias", [True, False])
 def test_columns_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes an odd vocabulary in two parts, here in each of two chunks."""
-    monkeypatch.setattr(masked_ce, "_column_slices", lambda weight_VH: [slice(0, V - 5), slice(V - 5, V)])
+    monkeypatch.setattr(masked_ce, "_vocabulary_slices", lambda weight_VH: [slice(0, V - 5), slice(V - 5, V)])
     arguments = inputs(ROWS + 9, bias=bias)
     (ours, *_), (exact, *_) = masked_cross_entropy(*arguments), plain(*arguments)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=0)
@@ -412,7 +412,10 @@ def interpret() -> None:
     )
     assert len(kernel.losses_(None, torch.zeros(0, 16), torch.zeros(0, dtype=torch.long), None, 0.0, 0.0)[0]) == 0
 
-    with mock.patch.object(masked_ce, "_kernel", lambda features: kernel), mock.patch.object(masked_ce, "ROWS", 4):
+    with (
+        mock.patch.object(masked_ce, "_kernel_module", lambda features: kernel),
+        mock.patch.object(masked_ce, "ROWS", 4),
+    ):
         for m, bias, weights in product((0, 11), (True, False), (None, weights_of(11))):
             arguments = inputs(m, torch.float32, bias=bias)
             weighted = 0.1, 0.01, None if weights is None else weights[:m], 30.0

@@ -21,7 +21,7 @@ from xscale.deepspeed_private import (
     weights_and_states_of_stage_0,
 )
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
+from xscale.models.build import dropout_fields, fill_neutral_token_type, load_pretrained
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
@@ -97,5 +97,5 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     lost = [name for name in missing if name not in tied and not name.endswith(computed)]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
-    fill_neutral_row(lm)
+    fill_neutral_token_type(lm)
     return lm

@@ -44,7 +44,7 @@ def attention(
     if supports_flash(qkv_NX, heads):
         if longest <= LONGEST and qkv_NX.shape[1] // (3 * heads) in WIDTHS:
             return short_attention(qkv_NX, starts_B1, longest, seed, heads, dropout, window)
-        return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
+        return _flash_attention(qkv_NX, starts_B1, longest, heads, dropout, window)
     return _BlockAttention.apply(qkv_NX, tuple(lengths_B.tolist()), seed, heads, dropout, window)
 
 
@@ -56,7 +56,9 @@ def supports_flash(qkv_NX: Tensor, heads: int) -> bool:
     return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)
 
 
-def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None) -> Tensor:
+def _flash_attention(
+    qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None
+) -> Tensor:
     """Return the result of `attention` [N, H] by the operator beneath torch's varlen_attn, which has no dropout."""
     q_NAD, k_NAD, v_NAD = qkv_NX.view(len(qkv_NX), 3, heads, -1).unbind(1)
     causal = debug = False
@@ -108,7 +110,7 @@ class Block(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _blocks(
+def _divide_into_blocks(
     lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Block]:
     """Return the packed row's non-empty sequences as blocks of consecutive sequences of similar length."""
@@ -118,11 +120,11 @@ def _blocks(
             groups.append([])
         groups[-1].append(length)
     ends = accumulate(map(sum, groups))
-    return [_block(end, group, heads, window, dtype, device) for end, group in zip(ends, groups, strict=True)]
+    return [_make_block(end, group, heads, window, dtype, device) for end, group in zip(ends, groups, strict=True)]
 
 
-def _block(
-    end: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+def _make_block(
+    end_token: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Block:
     n = len(lengths)
     L = lengths[0]
@@ -139,7 +141,7 @@ def _block(
     if window is not None and window < L - 1:
         far_LL = (places_L[:, None] - places_L).abs() > window
         masks.append(torch.zeros(1, L, L, dtype=dtype, device=device).masked_fill_(far_LL, outside))
-    return Block(slice(end - sum(lengths), end), n, L, heads, padded_position, source_token, masks)
+    return Block(slice(end_token - sum(lengths), end_token), n, L, heads, padded_position, source_token, masks)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -158,7 +160,7 @@ class _BlockAttention(torch.autograd.Function):
         N, X = qkv_NX.shape
         qkv = qkv_NX.view(N, 3, heads, -1)
         out_NH = qkv_NX.new_empty(N, X // 3)
-        blocks = _blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
+        blocks = _divide_into_blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
         assert blocks[-1].tokens.stop == N, "the number of tokens in the row is not the sum of `lengths`"
         sizes = [sum(block.buffer_sizes(X, dropout)) for block in blocks]
         keep = ctx.needs_input_grad[0]
@@ -166,7 +168,7 @@ class _BlockAttention(torch.autograd.Function):
         generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
         for block, x, p, dropped in _block_views(buffer, blocks, X, dropout, keep):
             x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
-            torch.softmax(_scores(x, block.masks), -1, out=p)
+            torch.softmax(_masked_scores(x, block.masks), -1, out=p)
             if dropout:
                 torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
             block.unpad_into(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
@@ -217,7 +219,7 @@ def _block_views(
             start += sum(sizes)
 
 
-def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
+def _masked_scores(x: Tensor, masks: list[Tensor]) -> Tensor:
     """Return q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
     q = x[0]
     k_transposed = x[1].transpose(1, 2)

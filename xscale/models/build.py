@@ -23,7 +23,7 @@ from xscale.data.scripts import find_spellings
 from xscale.errors import LOG, UserError
 from xscale.files import exists_or_is_hub_name, placeholder_problem
 from xscale.models.encoder import Encoder
-from xscale.models.flat import first_position
+from xscale.models.flat import first_position_id
 from xscale.recipe import Recipe
 
 transformers_logging.disable_progress_bar()
@@ -100,7 +100,7 @@ def read_pretrained(
             "config.json and the weights belong to different models. Save or download the model again"
         )
     read_xscale_field(lm.config, f"{field} {init}")
-    fill_neutral_row(lm)
+    fill_neutral_token_type(lm)
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
             raise UserError(
@@ -227,7 +227,7 @@ def redraw_attention(base: PreTrainedModel, gain: float) -> None:
 
 def longest_sequence(config: Any) -> int:
     """Return the maximum number of tokens of a sequence that the model accepts."""
-    return config.max_position_embeddings - first_position(config)
+    return config.max_position_embeddings - first_position_id(config)
 
 
 def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dropout: float) -> Any:
@@ -305,21 +305,21 @@ def _token_type_count(config: Any) -> int:
     return count
 
 
-def fill_neutral_row(lm: PreTrainedModel) -> None:
+def fill_neutral_token_type(lm: PreTrainedModel) -> None:
     """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the run has trained token type
     0."""
     fields = getattr(lm.config, "xscale", None) or {}
     if fields.get("language_embeddings") and not fields.get("neutral_trained"):
-        language_rows = _type_table(lm)[1 : len(fields["languages"])]
-        _set_type_table(lm, torch.cat([language_rows.mean(0, keepdim=True), language_rows]))
+        language_rows = _token_type_table(lm)[1 : len(fields["languages"])]
+        _set_token_type_table(lm, torch.cat([language_rows.mean(0, keepdim=True), language_rows]))
 
 
-def _type_table(lm: PreTrainedModel) -> torch.Tensor:
+def _token_type_table(lm: PreTrainedModel) -> torch.Tensor:
     embeddings: Any = lm.base_model.embeddings
     return embeddings.token_type_embeddings.weight.detach()
 
 
-def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
+def _set_token_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     embeddings: Any = lm.base_model.embeddings
     embeddings.token_type_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
     lm.config.type_vocab_size = len(table)
@@ -338,7 +338,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     if not known and not embeddings:
         return languages
     names = [*languages, *(name for name in known if not find_spellings(name, languages))]
-    old = _type_table(lm)
+    old = _token_type_table(lm)
     table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
     if not embeddings:
         LOG.warning(
@@ -354,7 +354,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
             f"the language embeddings of {', '.join(known)} come from model.init; the embeddings of other "
             "languages start as copies of model.init's neutral embedding, which belongs to no language"
         )
-    _set_type_table(lm, table)
+    _set_token_type_table(lm, table)
     return names if embeddings else languages
 
 

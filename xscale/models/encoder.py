@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.models.flat import flat_or_padded_states, padded_layers, padded_states
-from xscale.ops.masked_ce import masked_cross_entropy
+from xscale.ops.masked_ce import LossAndCorrect, masked_cross_entropy
 
 
 class Head(NamedTuple):
@@ -136,7 +136,7 @@ class Encoder(nn.Module):
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 
-    def vocabulary_loss(self, features_ME: Tensor, labels_M: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def vocabulary_loss(self, features_ME: Tensor, labels_M: Tensor, **options: Any) -> LossAndCorrect:
         """Return masked_cross_entropy (ops/masked_ce.py) of the features with the tied projection and its bias.
         options: the optional arguments of masked_cross_entropy."""
         out = self.lm.get_output_embeddings()

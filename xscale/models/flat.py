@@ -56,7 +56,7 @@ def bert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> It
     the same structure. After the last layer, these are only the states at `places` [P, H], unless `places` is None."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
-    positions = row.positions + first_position(model.config)
+    positions = row.positions + first_position_id(model.config)
     x = e.word_embeddings(row.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
     x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
     last = len(model.encoder.layer) - 1
@@ -77,13 +77,13 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, plac
     )
     attended = take_places(attended, places)
     x = take_places(x, places)
-    x = _add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
-    return _add_norm(
+    x = _dropout_add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
+    return _dropout_add_norm(
         ffn.dense(layer.intermediate(x)), x, _dropout_rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1
     )
 
 
-def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
+def _dropout_add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
     if can_fuse(x, norm):
         # The seeds of attention are below 2^62 + layers.
         return fused_dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
@@ -104,7 +104,7 @@ def modernbert_states(model: Any, row: Tokens, seed: int, places: Tensor | None)
     c = model.config
     e = model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
-    rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
+    rotations = {kind: _rotary_cos_sin(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
     last = len(model.layers) - 1
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
         window = c.local_attention // 2 if kind == "sliding_attention" else None
@@ -137,7 +137,7 @@ def _modernbert_layer(
     return x + mlp.Wo(dropout(mlp.act(states) * gate, _dropout_rate(mlp.drop)))
 
 
-def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and signed sines [N, 1, 1, D] for ops/rotation.py.
 
     They are computed here, because the frequencies of a model that was cast to 16 bits are rounded.
@@ -170,7 +170,7 @@ def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Ten
     def padded(values_N: Tensor, fill: int = 0) -> Tensor:
         return values_N.new_full((B * L,), fill).index_copy(0, places_N, values_N).view(B, L)
 
-    first = first_position(model.config)
+    first = first_position_id(model.config)
     optional_inputs = {"position_ids": padded(row.positions + first, first)}
     if row.types is not None:
         optional_inputs["token_type_ids"] = padded(row.types)
@@ -202,6 +202,6 @@ def flat_or_padded_states(config: Any) -> Callable[..., Iterator[Tensor]]:
     return FLAT.get(config.model_type, padded_states) if plain else padded_states
 
 
-def first_position(config: Any) -> int:
+def first_position_id(config: Any) -> int:
     """Return the model's position number of a sequence's first token: 0, or the padding id + 1 in RoBERTa's family."""
     return config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0

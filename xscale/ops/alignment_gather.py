@@ -40,7 +40,7 @@ def _gather_sum_fake(values: Tensor, offsets: Tensor, columns: Tensor, t_offsets
     return values.new_empty(len(offsets) - 1, values.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
@@ -49,4 +49,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return alignment_gather(gradient, t_offsets, t_columns, offsets, columns), *(None,) * 4
 
 
-alignment_gather.register_autograd(_backward, setup_context=_save)
+alignment_gather.register_autograd(_backward, setup_context=_setup_context)

@@ -19,11 +19,13 @@ def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
     width = values.shape[1]
     out = values.new_empty(rows, width)
     with torch.cuda.device_of(values):
-        sum_rows[(triton.cdiv(rows, ROWS),)](values, out, rows, offsets, columns, **launch(width, values.itemsize))
+        sum_rows[(triton.cdiv(rows, ROWS),)](
+            values, out, rows, offsets, columns, **launch_parameters(width, values.itemsize)
+        )
     return out
 
 
-def launch(width: int, itemsize: int) -> dict[str, int]:
+def launch_parameters(width: int, itemsize: int) -> dict[str, int]:
     """Return the launch parameters. A program computes ROWS whole rows; a warp reads 512 bytes, 16 per lane."""
     block = triton.next_power_of_2(width)
     warps = min(max(block * itemsize // 512, 1), 16)

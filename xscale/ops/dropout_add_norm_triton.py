@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xscale.ops.triton_dropout import dropout_mask, mask_numbers
+from xscale.ops.triton_dropout import dropout_mask, dropout_mask_arguments
 
 PROGRAMS, ROWS = 660, 2
 """The number of programs of the backward pass, five for each multiprocessor of an H100, as many as it has registers for
@@ -22,7 +22,7 @@ def forward(
     tensors = x_NH, residual_NH, weight_H, bias_H, out_NH, sums_NH, moments_N2
     if N:
         with torch.cuda.device_of(x_NH):
-            forward_rows[(N,)](*tensors, *mask_numbers(seed, p), eps, DROPOUT=p > 0, **launch(H))
+            forward_rows[(N,)](*tensors, *dropout_mask_arguments(seed, p), eps, DROPOUT=p > 0, **launch_parameters(H))
     return out_NH, sums_NH, moments_N2
 
 
@@ -38,12 +38,14 @@ def backward(
     tensors = grad_NH, sums_NH, moments_N2, weight_H, d_x_NH, d_residual_NH, parts_P2H
     if N:
         with torch.cuda.device_of(grad_NH):
-            backward_rows[(programs,)](*tensors, N, *mask_numbers(seed, p), DROPOUT=p > 0, ROWS=ROWS, **launch(H))
+            backward_rows[(programs,)](
+                *tensors, N, *dropout_mask_arguments(seed, p), DROPOUT=p > 0, ROWS=ROWS, **launch_parameters(H)
+            )
     d_weight_H, d_bias_H = parts_P2H.sum(0).to(weight_H.dtype)
     return d_x_NH, d_residual_NH, d_weight_H, d_bias_H
 
 
-def launch(width: int) -> dict[str, int]:
+def launch_parameters(width: int) -> dict[str, int]:
     """Return the launch parameters. A lane processes 8 numbers of a row."""
     block = triton.next_power_of_2(width)
     return {"H": width, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

@@ -25,6 +25,17 @@ FP16_SCALE = 4096.0
 does not become 0, and a gradient of 16 is still finite."""
 
 
+class LossAndCorrect(NamedTuple):
+    """The cross-entropy of predictions, and which of them are correct."""
+
+    loss: Tensor
+    """The weighted sum of `losses`, the only one of the three with a gradient."""
+    losses: Tensor
+    """The loss of each prediction [M]."""
+    correct: Tensor
+    """True for each prediction whose label has the highest logit [M]."""
+
+
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
     """Return the maximum number of predictions of a chunk. device: "cpu" or "cuda"; itemsize: the bytes of a logit.
     More predictions are divided into chunks of at least half this number."""
@@ -40,7 +51,7 @@ def masked_cross_entropy(
     z_loss: float = 0.0,
     weights_M: Tensor | None = None,
     largest: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> LossAndCorrect:
     """Return `largest * (weights * losses).sum(), losses.detach(), x.argmax(-1) == labels` for
     `x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
     label_smoothing=...) + z_loss * x.logsumexp(-1).square()`.
@@ -59,7 +70,7 @@ def masked_cross_entropy(
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
     options = _Options(label_smoothing, z_loss, largest, dtype, torch.is_grad_enabled())
     with torch.autocast(device, enabled=False):
-        return _ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options)
+        return LossAndCorrect(*_ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options))
 
 
 class _Options(NamedTuple):
@@ -114,7 +125,7 @@ def _losses_and_gradients(
     V = len(weight_VH)
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
     factors_M = weights_M * scale if any(gradient is not None for gradient in gradients) else None
-    kernel = _kernel(features_MH)
+    kernel = _kernel_module(features_MH)
     chunks = max(1, -(-M // chunk_rows(features_MH.device.type, V, features_MH.itemsize)))
     stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
     buffer_CV = features_MH.new_empty(-(-M // chunks), stride)[:, :V]
@@ -123,7 +134,7 @@ def _losses_and_gradients(
         features_CH = features_MH[start:end]
         labels_C = labels_M[start:end]
         logits_CV = buffer_CV[: end - start]
-        for columns in _column_slices(weight_VH):
+        for columns in _vocabulary_slices(weight_VH):
             product = features_CH, weight_VH[columns].T
             if kernel or bias_V is None:
                 torch.mm(*product, out=logits_CV[:, columns])
@@ -148,7 +159,7 @@ def _add_gradients(
     """Add `scale` times the gradients of the chunk that begins at row `start` to `gradients`, which the first chunk
     overwrites."""
     d_features_MH, d_weight_VH, d_bias_V = gradients
-    for columns in _column_slices(weight_VH):
+    for columns in _vocabulary_slices(weight_VH):
         d_logits_CK = d_logits_CV[:, columns]
         if d_features_MH is not None:
             d_features_CH = d_features_MH[start : start + len(features_CH)]
@@ -160,7 +171,7 @@ def _add_gradients(
         torch.add(d_bias_V if start else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
-def _column_slices(weight_VH: Tensor) -> list[slice]:
+def _vocabulary_slices(weight_VH: Tensor) -> list[slice]:
     """Return slices of the logits' columns; one matrix product computes each slice. On CUDA the fast kernels need a
     multiple of 8 columns, so the last V % 8 columns (XLM-R has 250,002) get a product of their own."""
     V = len(weight_VH)
@@ -187,7 +198,7 @@ def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
 
 
-def _kernel(features_MH: Tensor) -> Any:
+def _kernel_module(features_MH: Tensor) -> Any:
     """Return the module of the CUDA kernel, or None if it cannot run. Triton comes with CUDA builds of torch."""
     if not features_MH.is_cuda or features_MH.dtype == torch.float64:
         return None

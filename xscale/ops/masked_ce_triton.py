@@ -71,7 +71,7 @@ def softmax_losses(
     of_all = tl.zeros([BLOCK], tl.float32)
     for start in range(0, stride, BLOCK):
         column = start + lane
-        x = _load(logits, bias, column, stride, V, BIAS)
+        x = _load_logits_plus_bias(logits, bias, column, stride, V, BIAS)
         place = tl.where(x > best, column, place)
         top = tl.maximum(best, x)
         total = total * tl.exp(best - top) + tl.exp(x - top)
@@ -94,7 +94,7 @@ def softmax_losses(
         factor = (1 + 2 * z_loss * log_sum) / denominator
         for start in range(0, stride, BLOCK):
             column = start + lane
-            x = _load(logits, bias, column, stride, V, BIAS)
+            x = _load_logits_plus_bias(logits, bias, column, stride, V, BIAS)
             d_x = tl.exp(x - maximum) * factor - tl.where(column == label, 1 - label_smoothing, 0.0)
             if SMOOTH:
                 d_x -= label_smoothing / V
@@ -102,7 +102,7 @@ def softmax_losses(
 
 
 @triton.jit
-def _load(logits, bias, column, stride, V, BIAS: tl.constexpr):
+def _load_logits_plus_bias(logits, bias, column, stride, V, BIAS: tl.constexpr):
     """Return logits plus bias in fp32; -inf in columns beyond the vocabulary."""
     x = tl.load(logits + column, mask=column < stride, other=0).to(tl.float32)
     if BIAS:

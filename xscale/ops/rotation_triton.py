@@ -7,18 +7,22 @@ import triton.language as tl
 from torch import Tensor
 
 
-def turn(qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, back: bool = False) -> None:
+def rotate(
+    qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, inverse: bool = False
+) -> None:
     """Write the rotated queries and keys to `out`, by one kernel launch. Unless `out` is qkv itself, also copy the
-    values. back: rotate by the opposite angles."""
+    values. inverse: rotate by the opposite angles."""
     assert qkv_NX.is_contiguous() and out_NX.is_contiguous() and cos_N11D.is_contiguous() and sin_N11D.is_contiguous()
     half = cos_N11D.shape[-1] // 2
     parts = 2 if out_NX.data_ptr() == qkv_NX.data_ptr() else 3
     if len(qkv_NX):
         with torch.cuda.device_of(qkv_NX):
-            turn_heads[(len(qkv_NX), parts)](qkv_NX, out_NX, cos_N11D, sin_N11D, BACK=back, **launch(heads, half))
+            rotate_heads[(len(qkv_NX), parts)](
+                qkv_NX, out_NX, cos_N11D, sin_N11D, INVERSE=inverse, **launch_parameters(heads, half)
+            )
 
 
-def launch(heads: int, half: int) -> dict[str, int]:
+def launch_parameters(heads: int, half: int) -> dict[str, int]:
     """Return the launch parameters. A program processes the queries, keys or values of one token. A lane processes 8
     numbers of each half of a head at a time."""
     room, wide = triton.next_power_of_2(heads), triton.next_power_of_2(half)
@@ -27,12 +31,12 @@ def launch(heads: int, half: int) -> dict[str, int]:
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     qkv,
     out,
     cos,
     sin,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     ROOM: tl.constexpr,
@@ -50,7 +54,7 @@ def turn_heads(
         place = token * (2 * HALF) + HALF + lane  # the second half of a head, for which the sine is positive
         c = tl.load(cos + place, mask=lane < HALF, other=0)
         s = tl.load(sin + place, mask=lane < HALF, other=0)
-        if BACK:
+        if INVERSE:
             s = -s
         x = a.to(c.dtype)
         y = b.to(c.dtype)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xscale.ops.triton_dropout import dropout_mask, mask_numbers
+from xscale.ops.triton_dropout import dropout_mask, dropout_mask_arguments
 
 
 def attend(
@@ -22,7 +22,7 @@ def attend(
 ) -> None:
     """Write the attended values [N, H] to `out`. With `grad_NX`, `out` is instead the incoming gradient, and the
     gradient of qkv is written to `grad_NX`. All tensors are contiguous."""
-    numbers = *mask_numbers(seed, dropout), window or 0
+    numbers = *dropout_mask_arguments(seed, dropout), window or 0
     choices = {"DROPOUT": dropout > 0, "WINDOW": window is not None, "HEADS": heads, "D": out_NH.shape[1] // heads}
     programs, kernel = (len(starts_B1) - 1) * heads, forward_heads if grad_NX is None else backward_heads
     tensors = qkv_NX, starts_B1, out_NH, *([] if grad_NX is None else [grad_NX])
@@ -59,12 +59,12 @@ def forward_heads(
     first = tl.load(starts + program // HEADS)
     length = tl.load(starts + program // HEADS + 1) - first
     if (length >= shortest) & (length <= BLOCK):
-        q, k, v = _queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
-        weights = _softmax(q, k, length, window, WINDOW, D, BLOCK)
+        q, k, v = _load_queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
+        weights = _attention_weights(q, k, length, window, WINDOW, D, BLOCK)
         if DROPOUT:
-            weights *= dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
+            weights *= dropout_mask(_pair_numbers(BLOCK), program, low, high, drop, kept)
         attended = tl.dot(weights.to(v.dtype), v)
-        place, live = _places(first, length, program, HEADS * D, HEADS, D, BLOCK)
+        place, live = _addresses_and_mask(first, length, program, HEADS * D, HEADS, D, BLOCK)
         tl.store(out + place, attended.to(v.dtype), mask=live)
 
 
@@ -90,14 +90,14 @@ def backward_heads(
     first = tl.load(starts + program // HEADS)
     length = tl.load(starts + program // HEADS + 1) - first
     if (length >= shortest) & (length <= BLOCK):
-        q, k, v = _queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
-        place, live = _places(first, length, program, HEADS * D, HEADS, D, BLOCK)
+        q, k, v = _load_queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
+        place, live = _addresses_and_mask(first, length, program, HEADS * D, HEADS, D, BLOCK)
         g = tl.load(grad_out + place, mask=live, other=0)
-        weights = _softmax(q, k, length, window, WINDOW, D, BLOCK)
+        weights = _attention_weights(q, k, length, window, WINDOW, D, BLOCK)
         dropped = weights
         if DROPOUT:
-            dropped = weights * dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
-        place, live = _places(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
+            dropped = weights * dropout_mask(_pair_numbers(BLOCK), program, low, high, drop, kept)
+        place, live = _addresses_and_mask(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
         d_v = tl.dot(tl.trans(dropped.to(v.dtype)), g)
         tl.store(grad + place + 2 * HEADS * D, d_v.to(v.dtype), mask=live)
         products = dropped * tl.dot(g, tl.trans(v))  # needs no mask, which would take the registers of one more matrix
@@ -108,7 +108,7 @@ def backward_heads(
 
 
 @triton.jit
-def _places(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _addresses_and_mask(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Return the addresses of one head's numbers in a sequence, whose rows have `stride` numbers, and which of them
     exist [BLOCK, D]."""
     token = tl.arange(0, BLOCK)[:, None]
@@ -118,8 +118,8 @@ def _places(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _queries_keys_values(qkv, first, length, program, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    place, live = _places(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
+def _load_queries_keys_values(qkv, first, length, program, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    place, live = _addresses_and_mask(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
     q = tl.load(qkv + place, mask=live, other=0)
     k = tl.load(qkv + place + HEADS * D, mask=live, other=0)
     v = tl.load(qkv + place + 2 * HEADS * D, mask=live, other=0)
@@ -127,7 +127,7 @@ def _queries_keys_values(qkv, first, length, program, HEADS: tl.constexpr, D: tl
 
 
 @triton.jit
-def _softmax(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _attention_weights(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Return the attention weights [BLOCK, BLOCK] in fp32. Rows beyond the sequence hold arbitrary finite numbers."""
     scale: tl.constexpr = D**-0.5 * 1.4426950408889634  # log2(e)
     i = tl.arange(0, BLOCK)[:, None]
@@ -141,6 +141,6 @@ def _softmax(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _pairs(BLOCK: tl.constexpr):
+def _pair_numbers(BLOCK: tl.constexpr):
     """Return a different number for each pair of a query and a key [BLOCK, BLOCK]."""
     return tl.arange(0, BLOCK)[:, None] * 128 + tl.arange(0, BLOCK)[None, :]

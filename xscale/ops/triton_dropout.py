@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-def mask_numbers(seed: int, dropout: float) -> tuple[int, int, int, float]:
+def dropout_mask_arguments(seed: int, dropout: float) -> tuple[int, int, int, float]:
     """Return the arguments of `dropout_mask` after `row`: 64 mixed bits of the seed as two signed 32-bit numbers
     (splitmix64, Steele et al. 2014), the dropout probability in units of 2^-24, and the factor of the elements that are
     kept."""
@@ -24,8 +24,8 @@ def dropout_mask(place, row, low, high, drop, kept):
     row is mixed with two 32-bit numbers that depend on the seed and the row (lowbias32, Wellons 2018). This takes about
     10 integer operations, where Philox takes about 80."""
     number = row.to(tl.uint32)
-    one = _mix(number * 0x9E3779B1 ^ low.to(tl.uint32, bitcast=True))
-    two = _mix(number * 0x85EBCA6B ^ high.to(tl.uint32, bitcast=True))
+    one = _mix_bits(number * 0x9E3779B1 ^ low.to(tl.uint32, bitcast=True))
+    two = _mix_bits(number * 0x85EBCA6B ^ high.to(tl.uint32, bitcast=True))
     x = place.to(tl.uint32) + one
     x = (x ^ (x >> 16)) * 0x7FEB352D ^ two
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -34,7 +34,7 @@ def dropout_mask(place, row, low, high, drop, kept):
 
 
 @triton.jit
-def _mix(x):
+def _mix_bits(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
