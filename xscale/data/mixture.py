@@ -305,12 +305,12 @@ def lengths_and_continuations_of_shards(
     return np.concatenate(lengths), np.concatenate(follows)
 
 
-def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
-    """Return the size of each source. by: the unit, "records", "bytes" or "tokens". Bytes and tokens are estimated from
-    SIZED shards."""
-    if by == "records":
+def source_sizes(sources: list[Source], calibration: Calibration, unit: str) -> list[float]:
+    """Return the size of each source. unit: "records", "bytes" or "tokens". Bytes and tokens are estimated from SIZED
+    shards."""
+    if unit == "records":
         return [source.records for source in sources]
-    lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
+    lines = calibration.lines if unit == "tokens" else [(1.0, 0.0)] * len(sources)
     sizes = []
     for source, (a, b) in zip(sources, lines, strict=True):
         shards = evenly_spaced(len(source.counts), SIZED).tolist()
@@ -331,7 +331,7 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: S
     size of all its sources. It is divided among these sources in proportion to their sizes.
     """
     size_of_pair = defaultdict[str, float](float)
-    for number in stream.read_sources:
+    for number in stream.active_sources:
         size_of_pair[sources[number].sorted_name] += sizes[number]
     total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))

@@ -44,7 +44,7 @@ class Stream:
         return self.objective.record_kind == "mono"
 
     @property
-    def read_sources(self) -> list[int]:
+    def active_sources(self) -> list[int]:
         """Indices of the sources that the stream reads in this phase."""
         return [source for source in self.sources if source not in self.idle]
 
@@ -63,7 +63,7 @@ class Stream:
 
     def record_count(self, sources: Sequence[Source]) -> int:
         """Return the number of records of the sources that the stream reads. sources: the sources of the run."""
-        return sum(sources[source].records for source in self.read_sources)
+        return sum(sources[source].records for source in self.active_sources)
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
