@@ -310,7 +310,7 @@ class Corpus(Strict):
         return sorted(languages)
 
     @property
-    def directions(self) -> list[tuple[str, ...]]:
+    def aligned_directions(self) -> list[tuple[str, ...]]:
         """Return the ordered pairs of languages whose pairs are aligned; [] without `align`."""
         if not self.align:
             return []

@@ -93,7 +93,7 @@ def check_corpus(corpus: Corpus) -> None:
         cached_tokenizer(corpus.tokenizer)
     if corpus.lexicons:
         check_lexicons(corpus)
-    if corpus.directions:
+    if corpus.aligned_directions:
         word_aligner.find_aligner()
 
 

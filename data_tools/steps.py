@@ -312,7 +312,7 @@ def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, in
 def align_direction(folder: Path, direction_number: int) -> None:
     """Give word links to all pairs of a direction that have none, by one run of the aligner."""
     corpus = read_plan(folder).corpus
-    langs = corpus.directions[direction_number]
+    langs = corpus.aligned_directions[direction_number]
     chunks = [chunk for chunk in all_chunks(folder) if corpus.sources[chunk.source].langs == langs]
     if next(unlinked_pairs(folder, chunks), None) is None:
         return
@@ -544,7 +544,7 @@ STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
     "select": PrepareStep(select_units, lambda folder: len(read_plan(folder).corpus.groups)),
-    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.directions)),
+    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.aligned_directions)),
     "tokenizer": PrepareStep(make_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
     "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
     "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),

@@ -14,7 +14,7 @@ from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
 from xscale.run.folder import identity_differences
-from xscale.run.synchronizer import AgreedStep, check_targets
+from xscale.run.synchronizer import AgreedStep, check_step_has_targets
 
 STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"
 
@@ -330,8 +330,8 @@ def test_a_step_without_targets_is_an_error() -> None:
         UserError,
         match=r"step 7 has no tokens to predict; 64 of its pairs are longer than data.max_length 16.*truncate",
     ):
-        check_targets(nothing, 7, recipe)
-    check_targets(nothing._replace(targets=none | {count_key("tlm", "mlm"): 1}), 7, recipe)
+        check_step_has_targets(nothing, 7, recipe)
+    check_step_has_targets(nothing._replace(targets=none | {count_key("tlm", "mlm"): 1}), 7, recipe)
 
 
 @pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])

@@ -47,7 +47,7 @@ class Score(float):
         return float(low), float(high)
 
 
-def scores_with_intervals(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
+def scores_with_intervals(sums_SC: np.ndarray, scores_from_sums: ScoresOf) -> dict[str, float]:
     """Return {name: Score} of a text, given the sums of each of its sentences."""
     from scipy import stats  # here, because its import takes .6 s and every start of training imports this module
 
@@ -56,11 +56,11 @@ def scores_with_intervals(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str,
 
     def scores_of_texts(drawn: np.ndarray, axis: int = -1) -> np.ndarray:
         """Return the scores of texts [scores, texts]. drawn: the indices of the sentences of each text [texts, S]."""
-        scores = scores_of(sums_SC[drawn].sum(axis - 1))
+        scores = scores_from_sums(sums_SC[drawn].sum(axis - 1))
         return np.stack(list(scores.values()))
 
     with np.errstate(divide="ignore", invalid="ignore"):
-        whole = scores_of(sums_SC.sum(0))
+        whole = scores_from_sums(sums_SC.sum(0))
         if sentences < 2:  # there is nothing to resample
             return {name: Score(float(value), np.full(REPLICATES, value)) for name, value in whole.items()}
         result = stats.bootstrap(

@@ -19,7 +19,7 @@ from xscale.eval.in_training import make_task_functions
 from xscale.run.folder import DONE, STOPPED
 from xscale.run.metrics import RunMetrics, UnreportedStep
 from xscale.run.resume import is_checkpoint_of_run
-from xscale.run.synchronizer import AgreedStep, StepSynchronizer, check_targets
+from xscale.run.synchronizer import AgreedStep, StepSynchronizer, check_step_has_targets
 from xscale.run.validation import Validation
 from xscale.run.watch import RunContext
 from xscale.step.cost import StepFlops
@@ -98,7 +98,7 @@ class Trainer:
                     "command again to continue the run"
                 )
                 return STOPPED
-            check_targets(agreed, number, self.recipe.at(self.done))
+            check_step_has_targets(agreed, number, self.recipe.at(self.done))
             self.context.watch.note(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
                 self.metrics.report_excluded_step(number, agreed.samples, agreed.cost["tokens"])

@@ -134,7 +134,7 @@ class StepSynchronizer:
         return agree
 
 
-def check_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
+def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
     """Raise UserError on all ranks if a step has no targets."""
     if any(count for key, count in agreed.targets.items() if key.name == "count"):
         return
