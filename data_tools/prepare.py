@@ -153,10 +153,10 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
                 flush=True,
             )
         if name == "select":
-            print_selection(folder)
+            print_kept_counts(folder)
 
 
-def print_selection(folder: Path) -> None:
+def print_kept_counts(folder: Path) -> None:
     """Print how many pairs or documents of each source the rules keep, before these are aligned."""
     corpus = steps.read_plan(folder).corpus
     for number, source in enumerate(corpus.sources):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xscale import __version__
 from xscale.errors import TOOLS
-from xscale.removed import removed_name_error
+from xscale.removed import removed_key_or_command_error
 
 MODULES = {
     "train": "xscale.train",
@@ -84,8 +84,9 @@ def print_usage_and_exit(word: str, module: str, usage: str) -> None:
         sys.exit(0)
     print(usage, file=sys.stderr)
     if word:
+        removed = removed_key_or_command_error(module)
         print(
-            f"error: {removed_name_error(module) or f'{word!r} is unknown. Use one of the names in the list above'}",
+            f"error: {removed or f'{word!r} is unknown. Use one of the names in the list above'}",
             file=sys.stderr,
         )
     sys.exit(2)

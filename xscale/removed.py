@@ -146,7 +146,7 @@ def removed_field_error(name: str) -> str:
     return ""
 
 
-def removed_name_error(name: str) -> str:
+def removed_key_or_command_error(name: str) -> str:
     """Return the error about a removed key of corpus.yaml, such as opus, or the module of a removed command, such as
     xscale.doctor, or ""."""
     substitute = CORPUS_KEYS.get(name) or COMMANDS.get(name)

@@ -138,7 +138,7 @@ class Trainer:
                 vector_counts=agreed.vector_counts,
             )
         except NotFinite as error:  # all ranks raise it under fp16
-            self.metrics.raise_no_smaller_scale(number, error, agreed.batch)
+            self.metrics.raise_loss_scale_at_minimum(number, error, agreed.batch)
         numbers: dict[str, Any] = {
             "grad_norm": engine.get_global_grad_norm(),
             "lr": result.lr,

@@ -300,7 +300,7 @@ class RunMetrics:
         if what:
             self.raise_not_finite(entry["step"], what, batch, finite)
 
-    def raise_no_smaller_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
+    def raise_loss_scale_at_minimum(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
         """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
         self.flush()
         self.skipped_in_a_row += 1

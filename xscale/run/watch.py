@@ -57,10 +57,10 @@ class StopRequest:
         for number in SIGNALS:
             # Nohup makes processes ignore SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note)  # threads older than `hold_signals` may get SIGUSR2
+                signal.signal(number, self._note_signal)  # threads older than `hold_signals` may get SIGUSR2
         hold_signals()
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _note_signal(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
 
     def arm_time_limit(self) -> None:
@@ -175,7 +175,7 @@ class Watch:
                 progress = self.clock
             self.idle = self.clock - progress
             if self.idle >= self.limit:
-                self._end()
+                self._end_process()
 
     def _report_until_closed(self) -> None:
         """Warn while this rank makes no progress, each time after twice the seconds. Write what this rank is doing:
@@ -231,7 +231,7 @@ class Watch:
             return f"all ranks are at the same point; {self.stacks.parent}/rank*.beat say what each rank is doing"
         return f"waiting for {'; '.join(behind[:8])}"
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """Write this rank's stacks and the reason, and end with the exit code."""
         threading.Timer(END_SECONDS, os._exit, [STUCK]).start()
         why = self._describe_stall()

@@ -139,7 +139,7 @@ def sum_evaluation_losses(
         module.train()
 
 
-def device_time(device: torch.device) -> Any:
+def device_time(device: torch.device) -> float | torch.cuda.Event:
     """Return the present time in seconds, or on CUDA an event, so that the host does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
