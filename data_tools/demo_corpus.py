@@ -2,8 +2,8 @@
 
     xscale data demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-The languages are English (en) and the invented xx and yy. The folder raw/ has a TSV of en-xx pairs with gold word
-links, a TMX of en-yy pairs, documents of each language in the format of WikiExtractor, and en-xx and xx-en
+The languages are English (en) and two invented languages (xx, yy). The folder raw/ has a TSV of en-xx pairs with word
+alignments, a TMX of en-yy pairs, documents of each language in the format of WikiExtractor, and en-xx and xx-en
 dictionaries. There are a fifth as many en-yy pairs as en-xx pairs, and a fifth as many yy sentences as xx sentences.
 corpus.yaml names the files in raw/. From these files, `xscale data prepare` makes pairs/, pairs_yy/, mono_en/,
 mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and
@@ -29,7 +29,7 @@ HELDOUT = 1000
 CORPUS = """\
 # This file tells `xscale data prepare` how to read the files in raw/. docs/reference/corpus.md describes every key.
 sources:
-  # Columns 1 and 2 are the two texts. Column 3 has word alignments, which AlignLM and contextual alignment need.
+  # Columns 1 and 2 are the two texts. Column 3 has word alignments, which the objectives alignlm and contextual need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
   - {name: pairs_yy, pairs: [en, yy], tmx: "RAW/en-yy.tmx"}
   # These folders have documents in the format of the tool WikiExtractor. prepare splits documents into sentences.

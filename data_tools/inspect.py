@@ -3,7 +3,8 @@
     xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json FILE]
 
 A word is a run of letters and digits, or a single symbol (xscale/data/words.py). The command prints these statistics of
-word alignments, which consist of links of two words. The first two have one number for each of the two languages:
+word alignments, which consist of links of two words. The first two statistics have one
+number for each of the two languages:
 
     words                  mean number of words of a text
     linked_share           share of the words that have a link
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of a tokenizer, to print the share of unknown tokens, and the statistic tokens_per_target",
+        help="folder of a tokenizer, with which the command counts unknown tokens and tokens_per_target",
     )
     parser.add_argument(
         "--json",

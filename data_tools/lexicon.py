@@ -7,7 +7,8 @@
 The name of a file, such as en-de.txt, gives the languages of its columns. --out must name the languages in the same
 order. Entries keep the order of the input; entries from word alignments begin with the most frequent. --share samples
 the vocabulary, as Tang et al. (2022) do: it chooses words of the first column by a hash of the word, and keeps all
-entries of each chosen word. A sample of 10 % is a part of the sample of 20 %.
+entries of each chosen word. With the same --seed, a sample of 10 % is a part of the
+sample of 20 %.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     xscale data prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
 
 DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
-then the work is in DIR.incomplete. If the command is killed, start it again: it continues, and repeats no finished
-task. Except for the links of `align: true`, the output does not depend on the executor, the workers or kills.
+then the work is in DIR.incomplete. If the command is killed, start the command again; finished tasks are not
+repeated. Except for the word alignments of `align: true`, the output does not depend on the executor, the number of
+workers or kills.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. The variables
 SBATCH_PARTITION, SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT set the options of the jobs. If the command is

@@ -294,7 +294,7 @@ class Source:
                 whole = parse_tar_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
-                f"{path}: record {record} does not have the format {self.layout!r} that index.json states "
+                f"{path}: record {record} cannot be read in the `layout` {self.layout!r} that index.json gives "
                 f"({error}). Write a new index by `xscale data index {self.directory}`"
             ) from None
         if whole.langs != self.written_langs:

@@ -89,8 +89,8 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read after line {lines} ({error.strerror or error}). Use a file with lines of "
-            f"text. {_TABLES}"
+            f"{path} cannot be read after line {lines} ({error.strerror or error}). Correct the path or "
+            f"its permissions, or use another file with lines of text. {_TABLES}"
         ) from None
 
 
