@@ -16,9 +16,10 @@ import pytest
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
+from xscale.errors import NotFinite
 from xscale.ranks import Process
 from xscale.run import watch
-from xscale.run.metrics import slowest_rank_metrics
+from xscale.run.metrics import RunMetrics, slowest_rank_metrics
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -34,6 +35,23 @@ def test_the_slowest_rank_is_compared_with_the_median() -> None:
     metrics = slowest_rank_metrics([1.0, 2.0, 1.1])
     assert metrics == {"slowest_rank": 1, "slowest_ratio": pytest.approx(2 / 1.1)}
     assert slowest_rank_metrics([1.0]) == {}
+
+
+def test_the_advice_keeps_the_steps_that_are_skipped_already(tmp_path: Path) -> None:
+    """--set replaces the whole list, and the run may do these steps again."""
+    run: Any = SimpleNamespace(
+        context=SimpleNamespace(
+            out=tmp_path, process=Process(0, 1, 0, 1), host_group=SimpleNamespace(gather=lambda records: [records])
+        ),
+        recipe=SimpleNamespace(train=SimpleNamespace(skip_steps=[3, 5])),
+        manager=SimpleNamespace(good=2, path_of_step=lambda step: tmp_path / f"step_{step}"),
+        is_main=True,
+        fp16=False,
+        skipped_in_a_row=0,
+    )
+    batch: Any = SimpleNamespace(record_keys=lambda: {"mlm": ["a"]})
+    with pytest.raises(NotFinite, match=rf"skip step {BAD} by .*step_2 --set train.skip_steps=.3,5,{BAD}\]"):
+        RunMetrics.raise_not_finite(run, BAD, "the loss of mlm", batch, finite=False)
 
 
 def wait_without_steps(folder: Path, ready: Any) -> None:

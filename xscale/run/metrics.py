@@ -319,18 +319,19 @@ class RunMetrics:
                 file.writelines(lines)
         # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
         bad = number - self.skipped_in_a_row if self.fp16 else number
-        skip = f"--set train.skip_steps=[{bad}]"
+        skipped = ",".join(map(str, [*self.recipe.train.skip_steps, bad]))
+        skip = f"--set train.skip_steps=[{skipped}]"
         newest = self.manager.good
         if newest is None:
             remedy = (
                 f"{self.manager.folder} has no checkpoint from before the failure. Begin a new run in another --out, "
-                f"with {skip}, or with a lower train.lr or a lower weight of the stream"
+                f"with {skip}, or with a lower train.lr or lower weights of the streams"
             )
         else:
             remedy = (
                 f"The newest checkpoint before the failure is that of step {newest}. Continue from this checkpoint and "
-                f"skip the step by --resume {self.manager.path_of_step(newest)} {skip}. Or begin a new run at this "
-                "checkpoint, with a lower train.lr or a lower weight of the stream, by --fork "
+                f"skip step {bad} by --resume {self.manager.path_of_step(newest)} {skip}. Or begin a new run at this "
+                "checkpoint, with a lower train.lr or lower weights of the streams, by --fork "
                 f"{self.context.out}@{newest} and another --out"
             )
         raise NotFinite(
