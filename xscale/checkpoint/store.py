@@ -81,8 +81,8 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(
-            f"{path} has no complete checkpoint (a folder step_N with the file {MANIFEST}). Use the folder of a run, "
-            "or the folder of a checkpoint"
+            f"{path} has no complete checkpoint (a folder step_N with the file {MANIFEST}). Use the folder of a run "
+            "that has saved a checkpoint, or the folder of a checkpoint"
         )
     return steps[-1]
 

@@ -31,8 +31,8 @@ def import_objective(name: str) -> Objective:
     except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(
             f"{name} cannot be imported ({type(error).__name__}: {error}). Write MODULE:NAME, such as "
-            "mypackage.ranking:OBJECTIVE. Install the package of MODULE, or add the folder of the package to "
-            "PYTHONPATH"
+            "mypackage.ranking:OBJECTIVE. Install the package of MODULE, or add the folder that contains the "
+            "package to PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
     if not isinstance(objective, Objective) or not is_dataclass(objective.options):

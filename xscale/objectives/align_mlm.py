@@ -56,10 +56,15 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     stream_batch = mlm.collate(samples, options, context)
     source, target = differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
+        where = f"streams.{context.stream}"
+        if options.subwords == "mean":
+            raise UserError(
+                f"{where}: no dictionary entry can be used, because the two words of an entry must differ. Use a "
+                "larger dictionary"
+            )
         raise UserError(
-            f"streams.{context.stream}: no dictionary entry can be used. The two words of an entry must differ, and "
-            "with `subwords: single` each word must be a single token. Use a larger dictionary, or set "
-            f"streams.{context.stream}.subwords=mean"
+            f"{where}: no dictionary entry can be used, because with `subwords: single` the two words of an entry must "
+            f"be different single tokens. Use a larger dictionary, or set {where}.subwords=mean"
         )
     picked = draw_share_of_entries(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)

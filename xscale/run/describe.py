@@ -44,7 +44,7 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
         return []
     return [
         f"warning: train.lr {recipe.train.lr:g} is a learning rate for random weights, and would harm the "
-        f"pre-trained model.init {init}. Set train.lr=5e-5 model.dropout=null"
+        f"pre-trained model.init {init}. Set train.lr=5e-5, and model.dropout=null (the dropout of model.init)"
     ]
 
 
@@ -101,7 +101,8 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
             lines.append(
                 f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
                 f"{unlisted[0]}, because index.json does not list these files. `xscale data index {source.directory}` "
-                "adds the files to index.json. After that, continue this run by --fork, or begin a new run"
+                "adds the files to index.json. A new run then reads these files; by --fork, the new run begins at a "
+                "checkpoint of this run"
             )
     return lines
 
@@ -111,6 +112,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     run has these shares. Phases may have others. The lines read the lengths of many records."""
     data = loader.recipe.data
     sizes = {by: source_sizes(loader.corpus.sources, loader.calibration, by) for by in ("records", "tokens", "bytes")}
+    unless = ", unless a phase changes the stream" if loader.recipe.phases else ""
     for stream in loader.streams:
         texts = list[str]()
         weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
@@ -120,4 +122,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             texts.append(f"{loader.corpus.sources[number].sorted_name} {weight:.2%} ({epochs:,.2f} epochs)")
-        yield f"stream {stream.name} reads {stream.samples:,} samples per step: {', '.join(texts)}"
+        yield (
+            f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. Each language's share of the "
+            f"samples, and the epochs of its data over the whole run: {', '.join(texts)}"
+        )

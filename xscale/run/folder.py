@@ -57,8 +57,8 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     is_run = saved is not None or (out / STATUS).exists()
     if not is_run and any(next(out.glob(name), None) for name in FOREIGN):
         raise DirectoryTaken(
-            f"--out {out} has files, but is not a run of xscale, because {STATUS} and checkpoints are missing. Choose "
-            "another --out"
+            f"--out {out} has files, but is not a run of xscale, because {STATUS} and checkpoints of xscale are "
+            "missing. Choose another --out"
         )
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
@@ -68,9 +68,9 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
         )
     if saved and (differences := identity_differences(saved, identity)):
         raise DirectoryTaken(
-            f"--out {out} has a run with other settings. To continue the run in {out}, start with the settings of "
-            f"that run. To start a new run, choose another --out; with --set model.init={out}, the new run starts "
-            f"from the weights of the run in {out}. These settings differ:\n" + indent_lines(differences)
+            f"--out {out} has a run with other settings than this command. To continue the run in {out}, start with "
+            f"the settings of that run. To start a new run, choose another --out; with --set model.init={out}, the new "
+            f"run starts from the weights of the run in {out}. These settings differ:\n" + indent_lines(differences)
         )
 
 
@@ -200,8 +200,8 @@ CAUSES = (
     (
         ("out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError"),
         USER_ERROR,
-        "out of memory ({}). Lower train.max_tokens (you can also change this value of a run that you resume), or "
-        "use a higher ZeRO stage or more ranks. `xscale train --dry_run` prints the memory that a rank needs",
+        "out of memory ({}). Lower train.max_tokens, use a ds_config with a higher ZeRO stage, or use more ranks. A "
+        "run that you resume may change all three. `xscale train --dry_run` prints the memory that a rank needs",
     ),
     (
         ("killed by signal: Killed", "killed by signal: Bus error"),
@@ -216,13 +216,20 @@ CAUSES = (
         ),
         MACHINE,
         LOST_RANK
-        + " ({}); status.json or the log of the other rank has the reason. Start the run again: the run continues",
+        + " ({}); status.json or the log of the other rank has the reason. If the reason is an error in the settings "
+        "or the data, correct the error. Then start the run again: the run continues",
+    ),
+    (
+        ("Address already in use", "EADDRINUSE"),
+        MACHINE,
+        "the ranks cannot connect to each other, because another program uses the port: {}. Choose another port by the "
+        "launcher's flag --master_port N or by MASTER_PORT",
     ),
     (
         ("DistNetworkError",),
         MACHINE,
-        "the ranks cannot connect to each other: {}. If another run uses the port, choose another port by the "
-        "launcher's flag --master_port N or by MASTER_PORT",
+        "the ranks cannot connect to each other: {}. Set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port "
+        "of this host that all hosts can reach",
     ),
 )
 """Phrases in errors of torch, CUDA, NCCL, gloo and the loader, or names of their classes; the exit code; and the

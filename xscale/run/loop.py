@@ -94,8 +94,8 @@ class Trainer:
             if agreed is None:
                 self.save(must_succeed=True)
                 LOG.info(
-                    f"the run has stopped after step {self.done} (reason: {self.context.stop.why}). Start the same "
-                    "command again to continue the run"
+                    f"the run has stopped after step {self.done} (reason: {self.context.stop.why}). To continue the "
+                    "run, start the same command again (leave out --resume)"
                 )
                 return STOPPED
             check_step_has_targets(agreed, number, self.recipe.at(self.done))

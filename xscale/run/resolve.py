@@ -61,7 +61,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
         raise UserError(
             f"recipe {recipe_name} is for a pre-trained model, and model.init is null. Choose a model by --set "
-            "model.init=DIR"
+            "model.init=DIR_OR_NAME"
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
         return

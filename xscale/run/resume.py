@@ -74,9 +74,9 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     if checkpoint := find_own_checkpoint(args.out, args.resume, host_group):
         if differences := folder.identity_differences(checkpoint.identity, identity):
             raise UserError(
-                f"checkpoint {checkpoint.path} belongs to a run with other settings. To continue the run of the "
-                "checkpoint, start with the settings of that run. To start a new run from the weights of the "
-                f"checkpoint, replace --resume by --set model.init={checkpoint.path}, and choose another --out. "
+                f"checkpoint {checkpoint.path} belongs to a run with other settings than this command. To continue the "
+                "run of the checkpoint, start with the settings of that run. To start a new run from the weights of "
+                f"the checkpoint, replace --resume by --set model.init={checkpoint.path}, and choose another --out. "
                 "These settings differ:\n" + indent_lines(differences)
             )
         if args.fork and not began_at_checkpoint(args.out, args.fork):
@@ -88,9 +88,9 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", host_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
-                f"--fork {args.fork} cannot change the fields below. Use the values of the forked run, or start a "
-                f"new run from the weights of the forked run by --set model.init={checkpoint.path} instead of "
-                "--fork:\n" + indent_lines(differences)
+                f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
+                "values of the forked run, or start a new run from the weights of the forked run by --set "
+                f"model.init={checkpoint.path} instead of --fork. These settings differ:\n" + indent_lines(differences)
             )
     return checkpoint
 
@@ -146,9 +146,9 @@ def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     if changed:
         raise UserError(
             f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
-            "the run, use the ds_config with which the run was first started. To start a new run from the weights "
-            f"of the checkpoint, write --set model.init={checkpoint.path} and another --out. These settings "
-            "differ:\n" + indent_lines(changed)
+            "the run, use the ds_config with which the run was first started, on a device that supports its "
+            "precision. To start a new run from the weights of the checkpoint, write --set "
+            f"model.init={checkpoint.path} and another --out. These settings differ:\n" + indent_lines(changed)
         )
 
 
@@ -203,11 +203,9 @@ def find_fork_checkpoint(fork: str) -> Path:
     path = checkpoint_path(fork)
     complete = checkpoints.list_checkpoints(path.parent)
     if path not in complete:
-        steps = [str(checkpoints.step_from_name(other)) for other in complete]
-        raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. Use a step with a complete checkpoint (steps of "
-            f"the run: {', '.join(steps) or 'none'})"
-        )
+        steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
+        remedy = f"The run has complete checkpoints of the steps {steps}" if steps else "Choose a run with a checkpoint"
+        raise UserError(f"--fork {fork}: there is no complete checkpoint {path}. {remedy}")
     return path
 
 
@@ -269,6 +267,10 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
         if len(known) == len(saved):
             sources_at_start.setdefault(stream.name, len(saved))
         else:
+            LOG.info(
+                f"streams.{stream.name}: --data lacks a folder of shards that the stream had read before, so the "
+                "stream begins a new epoch in all other folders"
+            )
             position = [1 + max(epoch for epoch, *_ in saved), 0]
             position_of = {}
             sources_at_start.pop(stream.name, None)
@@ -281,9 +283,9 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if recipe.data.first:
         raise UserError(
-            "--fork: a recipe that sets data.first needs the same --data as the original run, because data.first "
-            "limits the number of records over all --data. Use the same --data, or start a new run from the weights "
-            f"by --set model.init={checkpoint.path}"
+            "--fork: the recipe sets data.first (the maximum number of records of each language), which counts the "
+            "records of all folders of --data. So the fork needs the same --data as the forked run. Use the same "
+            f"--data, or start a new run from the weights by --set model.init={checkpoint.path}"
         )
     if not recipe.any_stream_sets("language_embeddings"):
         return

@@ -138,10 +138,12 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     """Raise UserError on all ranks if a step has no targets."""
     if any(count for key, count in agreed.targets.items() if key.name == "count"):
         return
-    data = recipe.data
+    count = agreed.too_long_pairs()
+    if not count or recipe.data.overlong == "truncate":
+        raise UserError(f"step {step} has no tokens to predict. Set more samples per step (streams.NAME.samples)")
     raise UserError(
-        f"step {step} has no tokens to predict; {agreed.too_long_pairs():,} of its pairs are longer than "
-        f"data.max_length {data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, "
+        f"step {step} has no tokens to predict, because the run leaves out pairs that are longer than data.max_length "
+        f"({recipe.data.max_length} tokens), and {count:,} pairs of the step are. Set a larger data.max_length, "
         "data.overlong=truncate, or more samples per step"
     )
 

@@ -40,7 +40,8 @@ KEYS = {
 UNSUPPORTED = {
     "parameter_alignment": "xscale itself aligns the weights in memory. Remove the key",
     "round_robin_gradients": "xscale cannot save correct checkpoints with this key. Remove the key",
-    "zenflow": "xscale updates all weights in each step. Remove the key",
+    "zenflow": "with this key, DeepSpeed updates some weights later than others, which xscale does not support. "
+    "Remove the key",
 }
 """Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
 ADAM = ("adam", "adamw")
@@ -204,10 +205,7 @@ def resolve_ds_config(
         zero["overlap_comm"] = world > 1 and zero_stage(resolved) == 3
     precision = choose_precision(resolved, recipe.train.precision, hardware, problems)
     if problems:
-        raise UserError(
-            f'--ds_config {path} contradicts the recipe. Write "auto" or the value of the recipe:\n'
-            + indent_lines(problems)
-        )
+        raise UserError(f"--ds_config {path} cannot be used, for these reasons:\n" + indent_lines(problems))
     if not hardware.supports(precision):
         field = "train.precision"
         if recipe.train.precision == AUTO:
@@ -252,7 +250,9 @@ def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str
     for key, (field, value) in owned.items():
         in_file = section.get(key, AUTO)
         if in_file not in (AUTO, value) or isinstance(in_file, bool):
-            problems.append(f"{where}{key} = {in_file!r} contradicts the recipe's {field} = {value}")
+            problems.append(
+                f'{where}{key} = {in_file!r} contradicts the recipe\'s {field} = {value}. Write "auto" in the file'
+            )
         section[key] = value
 
 
@@ -289,15 +289,14 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
     owned = {key: value for key, value in values.items() if key in params or key in known}
     fill_section(params, "scheduler.params.", owned, problems)
     fields = {"train.schedule": train.schedule, "train.decay": train.decay, "train.head_lr": train.head_lr}
-    for phase in recipe.phases:
-        if "train.lr" in phase.fields:
-            fields["train.lr of a phase"] = phase.fields["train.lr"]
+    conflict = f"scheduler = {scheduler['type']} contradicts the recipe's"
     for field, value in fields.items():
         if value is not None:
-            problems.append(
-                f"scheduler = {scheduler['type']} contradicts the recipe's {field} = {value}. Remove the "
-                f"scheduler from the file, or leave {field} out of the recipe (a field with the value null is left out)"
-            )
+            problems.append(f"{conflict} {field} = {value}. Remove the scheduler from the file, or set {field}=null")
+    if any("train.lr" in phase.fields for phase in recipe.phases):
+        problems.append(
+            f"{conflict} train.lr of a phase. Remove the scheduler from the file, or train.lr from the phases"
+        )
 
 
 def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]) -> str:
@@ -315,7 +314,10 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
         is_set = "enabled" in config[name]
         if is_set and value not in (AUTO, name == wanted):
             shown = json.dumps(value)
-            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+            problems.append(
+                f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}. "
+                'Write "auto" in the file'
+            )
     return wanted
 
 

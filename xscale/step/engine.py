@@ -95,8 +95,8 @@ def load_adam(builder: str) -> None:
             private.compile_operator(builder)
     except Exception as error:
         raise UserError(
-            "the ds_config uses DeepSpeed's Adam, but Adam could not be compiled. Install a C++ compiler (on a GPU "
-            "also nvcc). To use PyTorch's Adam instead, set optimizer.params.torch_adam to true in the file of "
-            "--ds_config, and remove zero_optimization.offload_optimizer. The error of the compiler:\n"
+            "the ds_config uses DeepSpeed's Adam, but Adam could not be compiled. Install a C++ compiler (and nvcc on "
+            "a GPU). To use PyTorch's Adam instead, set optimizer.params.torch_adam to true in the file of "
+            "--ds_config, and remove zero_optimization.offload_optimizer. The error:\n"
             f"{directory}: {error}"
         ) from None

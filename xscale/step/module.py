@@ -53,7 +53,8 @@ class Sums:
         total_K = rows[0].values_K
         for row in rows[1:]:
             assert row.keys == rows[0].keys, (
-                f"an objective returned different terms or metrics for two rows: {rows[0].keys} and {row.keys}"
+                "`loss` of an objective returned different terms or metrics for two rows (parts of a step): "
+                f"{rows[0].keys} and {row.keys}"
             )
             total_K = total_K + row.values_K
         return Sums(rows[0].keys, total_K)
@@ -239,7 +240,7 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
     )
     for term, value in losses.sums.items():
         assert loss_key(stream, term) in weights, (
-            f"`loss` returned sums with {term!r}, which is not a term of the objective"
+            f"`loss` returned sums with {term!r}, which is not a term that the objective lists in `terms`"
         )
         assert value.numel() == 1, f"`loss` returned sums[{term!r}] of shape {list(value.shape)} instead of a scalar"
     for name, (value, term) in losses.metrics.items():
