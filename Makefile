@@ -50,8 +50,8 @@ test-slow: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --use-pep517 -c constraints.txt --editable '.[align,ray]'
 	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
-# A second Python, where the machine has one that works (pyenv's commands answer for chosen versions only): an install with
-# the constraints, and the tests of files and shards. It is no part of CI, since the install takes minutes.
+# `make test-other` installs the constraints in a second Python, if the machine has one that works (pyenv's commands answer
+# for chosen versions only), and runs the tests of files and shards there. CI leaves it out, since it takes minutes.
 OTHER ?= $(shell for v in 3.13 3.12 3.11; do $(PYTHON) --version | grep -q " $$v" && continue; \
     for p in python$$v $(HOME)/.pyenv/versions/$$v*/bin/python; do \
     $$p -c "import venv, ensurepip" 2>/dev/null && echo $$p && exit; done; done)
