@@ -105,9 +105,10 @@ def one_rank() -> Iterator[None]:
 def operator_arguments(description: str | None, cpu_rounds: int) -> argparse.Namespace:
     """Return the arguments of a benchmark of an operator, prepare the process, and print its device."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3 if CUDA else cpu_rounds)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--small", action="store_true", help="small inputs, which show that the script works")
+    rounds = 3 if CUDA else cpu_rounds
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each is timed (default: {rounds})")
+    parser.add_argument("--threads", type=int, default=2, help="the number of threads of torch on a CPU (default: 2)")
+    parser.add_argument("--small", action="store_true", help="use small inputs, only to see that the script works")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(torch.cuda.get_device_name() if CUDA else f"{args.threads} threads")

@@ -2,11 +2,11 @@
 
     python benchmarks/gather.py [--rounds N] [--small]
 
-30 % of the tokens are masked, with 1.3 links each to the other half of their sequence. All implementations are first
-checked against fp64, then timed in turns, on a GPU with a cold L2 cache.
+30 % of the tokens are masked. A masked token has on average 1.3 links to the other half of its sequence. All
+implementations are first checked against fp64, and then timed in turns. On a GPU, the L2 cache is cold.
   one head   the sums of linked states, A^T H, at the masked tokens
-  two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
-             separately, as from two heads
+  two heads  these sums, and the masked tokens' own states. xscale computes both by one gather. The two gradients
+             arrive separately, as from two heads
 On a CPU, page faults dominate the times unless malloc keeps freed memory, as in `make bench`.
 """
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # All checks and measurements that need a GPU, in three calls of under 8 minutes each on one H100 or H200 host. The first
-# call has what says most.
+# call has the most important parts.
 #
 #   PARTS="rows check" benchmarks/gpu.sh
 #   PARTS="step modern" benchmarks/gpu.sh
 #   PARTS="train head gather" benchmarks/gpu.sh
 #   benchmarks/gpu.sh --cpu    every part with small shapes on a CPU (tests/test_benchmarks.py)
 #
-# Each part has a time limit; one that fails does not stop the others. The end says which parts failed and which goals are
-# met: MFU of 45 % on an H100 and 50 % on an H200 in rows of 64k tokens, `mixed` at .9 of the MFU of `tlm`, 3.5 times
-# mmBERT-base's 108k tokens/s. Tables go to stdout and, where OUT is set, to $OUT/PART.txt.
+# Each part has a time limit; a part that fails does not stop the others. The last lines say which parts failed and which
+# goals are met. The goals are an MFU of 45 % on an H100, or of 50 % on an H200, in rows of 64k tokens; for `mixed`, 0.9
+# times the MFU of `tlm`; and for mmBERT-base's shape, 3.5 times its 108k tokens/s. Tables go to stdout and, if OUT is
+# set, to $OUT/PART.txt.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,7 +33,7 @@ elif [ -n "${PARTS:-}" ]; then
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
 else
-    echo "error: one call takes more than 8 minutes; set PARTS=\"rows check\", then \"step modern\", then \"train head gather\"" >&2
+    echo "error: all parts in one call take more than 8 minutes; make three calls, with PARTS=\"rows check\", PARTS=\"step modern\" and PARTS=\"train head gather\"" >&2
     exit 2
 fi
 OUT=${OUT:-$(mktemp -d)}

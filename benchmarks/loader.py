@@ -2,9 +2,10 @@
 
     python benchmarks/loader.py [--text SRC TGT]
 
-The pairs are those of two parallel files (English and German), with a tokenizer of 16,000, or else of the demo corpus.
-Prints pairs and tokens per second of TLM, and of AlignLM with the demo corpus, by the training process itself and by
-DataLoader with 1 and 2 workers; and the us of a pair, and how many of these reading and the tokenizer take.
+The pairs are those of the files --text, with a vocabulary of 16,000 tokens, or without --text those of the demo corpus.
+The first table has the pairs and tokens per second with 0 workers (the training process loads the data itself), 1
+worker and 2 workers. The second table has the microseconds (us) of a pair, and how many of them reading and the
+tokenizer take. Both tables are printed for TLM, and with the demo corpus for AlignLM, too.
 """
 
 import argparse
@@ -70,7 +71,12 @@ def print_speed(loader: Loader) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs=2, metavar=("SRC", "TGT"), help="parallel files, en and de")
+    parser.add_argument(
+        "--text",
+        nargs=2,
+        metavar=("SRC", "TGT"),
+        help="two parallel text files, the first in English and the second in German",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as name:
         folder = Path(name) / "corpus"

@@ -2,9 +2,9 @@
 
     python benchmarks/prepare.py --text en.xz de.xz
 
-Both normalise text, limit its characters and remove exact duplicates. The last rows of the table add near duplicates,
-language identification and a tokenizer. prepare has two workers. The CPU time, which is more reliable than wall time on
-a busy machine, is that of all processes.
+Both normalise the text, leave out pairs that are too short or too long, and remove exact duplicates. In the last rows
+of the table, prepare also removes near duplicates, identifies languages or trains a tokenizer. prepare has two workers.
+The CPU time is that of all processes. On a busy machine, it is more reliable than wall time.
 """
 
 import argparse
@@ -78,7 +78,13 @@ def measured_row(name: str, pairs: int, work: Callable[[], Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, nargs=2, required=True, help="parallel text, English and German")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs=2,
+        required=True,
+        help="two parallel text files, the first in English and the second in German",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -4,9 +4,10 @@
     python benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --goal 380000 \\
         --set data.max_length=1024 streams.mlm.mask_prob=0.3
 
-One process trains with the recipe's dropout, on a GPU in bf16 with ZeRO-2. A step ROWSxTOKENS has that many packed
-rows of that many tokens of the demo world, made beforehand. Kernels are counted in one more step under torch's
-profiler, and their time is divided by the time of a step without it. Lines with GOAL say which goals are met.
+One process trains with the recipe's dropout, on a GPU in bf16 with ZeRO-2. A step ROWSxTOKENS has ROWS packed rows
+(batches without padding) of TOKENS tokens each. The text is that of the demo world, and the rows are made beforehand.
+One more step under torch's profiler counts the GPU kernels. The column kernels is their time, as a share of the time of
+a step without the profiler. Lines that begin with GOAL say which goals are met.
 """
 
 import argparse
@@ -124,14 +125,15 @@ def print_goal(name: str, value: float | None, least: float, form: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--preset", default="xlmr-base")
-    add("--vocab_size", type=int, default=250_002, help="0: as many as the demo world needs")
-    add("--recipe", default="tlm", help="of the rows of several sizes")
-    add("--steps", nargs="+", default=["1x65536", "4x16384"], metavar="ROWSxTOKENS")
-    add("--mixed", action="store_true", help="measure `mixed` in the first of the steps too")
-    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
-    add("--pairs", type=int, default=20_000, help="of the demo world")
-    add("--goal", type=int, help="tokens/s, to be printed")
+    add("--preset", default="xlmr-base", help="the architecture, a value of model.preset (default: xlmr-base)")
+    add("--vocab_size", type=int, default=250_002, help="minimum size of the vocabulary (default: 250002)")
+    add("--recipe", default="tlm", help="the recipe of the steps (default: tlm)")
+    add("--steps", nargs="+", default=["1x65536", "4x16384"], metavar="ROWSxTOKENS",
+        help="the steps to measure (default: 1x65536 4x16384)")  # fmt: skip
+    add("--mixed", action="store_true", help="also measure the recipe mixed in the first of --steps")
+    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="change fields of the recipe")
+    add("--pairs", type=int, default=20_000, help="the number of pairs of the demo world (default: 20000)")
+    add("--goal", type=int, help="the tokens/s that the fastest step should reach; without it, the goal is an MFU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         pairs, *_ = common.demo_data(Path(folder) / "demo", args.pairs, args.vocab_size)

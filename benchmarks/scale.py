@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py
 
-10^9 records in 10^5 shards are divided evenly among 1 and 100 sources, which exist in memory only. Prints the CPU time
-in which a run's own code plans the first step (with the order of an epoch) and 24 later steps for the 8 ranks of a node
-of 1,024 ranks, and the memory that is kept. Steps have 8k samples, or as many as fill a packed row of 16k tokens on
-each rank.
+10^9 records in 10^5 shards are divided evenly among 1 source or 100 sources (folders of shards), which exist in memory
+only. Of 1,024 ranks, the 8 ranks of one node are planned. Prints the CPU time in which a run's own code plans the first
+step (with the order of an epoch) and each of 24 later steps, and the memory that the plans keep. A step has 8k samples,
+or as many as fill a packed row of 16k tokens on each rank.
 """
 
 import multiprocessing

@@ -5,10 +5,11 @@
 
 Both loops train the same model from the same weights on the same samples in each optimizer step, with the same
 ds_config, and take turns in one process. The stock loop is what an ordinary user writes: micro-batches in random order,
-padded to their longest sequence, logits at all positions, AlignLM's links as a dense matrix. Its data are prepared
-before its clock starts; xscale prepares its data in its steps. Prints samples/s, the ratio to the stock loop (medians,
-and the middle 80 % of the rounds), the ratio that FLOPs allow, on a GPU MFU, and the last losses.
---before: in each round, train.py of both checkouts trains 8 steps after --warm steps.
+padded to their longest sequence, logits at all positions, AlignLM's links as a dense matrix. The data of the stock
+loop are prepared before its clock starts; xscale prepares its data in its steps. Prints samples/s, the ratio of
+each loop's speed to that of the stock loop (median, and the middle 80 % of the rounds), the ratio that the numbers of
+FLOPs allow, the MFU on a GPU, and the losses of the last step.
+With --before, train.py of both checkouts trains 8 steps after --warm steps in each round.
 With MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment, malloc keeps freed memory, from which
 the stock loop with its large logits gains most.
 """
@@ -252,17 +253,38 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--recipes", nargs="+", default=["tlm", "alignlm"], help="tlm, alignlm; --before: any")
-    add("--data", type=Path, nargs="+", help="directories of shards (default: the demo corpus)")
-    add("--preset", default="mini")
-    add("--vocab_size", type=int, default=32_768, help="of the demo corpus; 0: as many as it needs")
-    add("--stock_micro_batch", type=int, default=32)
-    add("--samples", type=int, default=128, help="of a step; --before: the recipe's")
-    add("--rounds", type=int, default=4, help="optimizer steps of each loop that count; --before: runs of each side")
-    add("--warm", type=int, default=2, help="optimizer steps, 1 or more, of each loop or run before those that count")
+    add(
+        "--recipes",
+        nargs="+",
+        default=["tlm", "alignlm"],
+        help="the recipes to measure: tlm, alignlm or both; with --before, any recipes (default: tlm alignlm)",
+    )
+    add("--data", type=Path, nargs="+", help="folders of shards (default: the demo corpus)")
+    add("--preset", default="mini", help="the architecture, a value of model.preset (default: mini)")
+    add(
+        "--vocab_size",
+        type=int,
+        default=32_768,
+        help="minimum size of the vocabulary, with the demo corpus (default: 32768)",
+    )
+    add("--stock_micro_batch", type=int, default=32, help="samples of a micro-batch of the stock loop (default: 32)")
+    add(
+        "--samples",
+        type=int,
+        default=128,
+        help="samples of a step (default: 128); --before uses those of the recipe instead",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=4,
+        help="timed optimizer steps of each loop; with --before, runs of each checkout (default: 4)",
+    )
+    add("--warm", type=int, default=2, help="optimizer steps before the timed ones, 1 or more (default: 2)")
     add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields, such as data.workers=2")
-    add("--threads", type=int, default=2)
-    add("--before", type=Path, metavar="DIR", help="another checkout, to compare steps with instead")
+    add("--threads", type=int, default=2, help="the number of threads of torch (default: 2)")
+    add("--before", type=Path, metavar="DIR",
+        help="compare this checkout with the checkout in DIR, and not with the stock loop")  # fmt: skip
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the runs of --before

@@ -328,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--grid", required=True, metavar="NAME|FILE", help=f"the experiments: {', '.join(GRIDS)}, or a YAML file")
     add("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"), help="smoke generates its data")
-    add("--out", type=Path, required=True, metavar="DIR")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
     add("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
     add("--encoder", type=Path, metavar="HF_DIR", help="for grid public, the encoder from which training starts")
     add("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run only these cells")
