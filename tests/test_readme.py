@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,23 @@ def test_what_the_pages_name_exists() -> None:
     modules = [room + name for room, names in rooms for name in re.findall(r"`(\w+)`", names)]
     missing += [("rooms", name) for name in modules if not (launch.ROOT / f"{name}.py").exists()]
     assert len(modules) > 80 and missing == []
+
+
+def test_where_to_change_something_names_what_the_files_have() -> None:
+    """Each function, class or constant in the table of architecture.md occurs in a file of the same cell."""
+    table = PAGES["docs/architecture.md"].partition("## Where to change something")[2].partition("\n## ")[0]
+    missing = []
+    cells = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")]
+    for cell in cells:
+        quoted = re.findall(r"`([\w./]+)`", cell)
+        code = ""
+        for path in [launch.ROOT / name for name in quoted if "/" in name]:
+            files = path.glob("*.py") if path.is_dir() else [path]
+            code += "".join(file.read_text(encoding="utf-8") for file in files)
+        for name in chain.from_iterable(name.split(".") for name in quoted if "/" not in name and "yaml" not in name):
+            if not re.search(rf"\b{name}\b", code):
+                missing.append(name)
+    assert len(cells) > 30 and missing == []
 
 
 def sections(text: str) -> list[str]:

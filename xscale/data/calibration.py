@@ -19,10 +19,11 @@ class Correction:
     """The statistics of a stream. They correct the estimates from bytes to the tokens in packed rows."""
 
     ratio: float = 1.0
-    """Real tokens in packed rows for each estimated token, of samples whose estimate is at most data.max_length."""
+    """The number of tokens in packed rows, divided by the number of estimated tokens. It is measured on samples whose
+    estimate is at most data.max_length."""
     beyond: float | None = None
-    """Mean number of real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` applies to such pairs,
-    too."""
+    """The mean number of tokens in packed rows of a pair whose estimate exceeds data.max_length. A pair that is left
+    out counts as 0 tokens. None: `ratio` applies to such pairs, too."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
 

@@ -95,7 +95,7 @@ def word_tokens(
     in_order = np.lexsort((tokens, words))
     words = words[in_order]
     tokens = tokens[in_order]
-    if keep != "all":
+    if keep != "all":  # the tokens whose word differs from that of the token before them, or after them
         before_or_after = {"prepend": -1} if keep == "first" else {"append": -1}
         kept = np.flatnonzero(np.diff(words, **before_or_after))
         words = words[kept]

@@ -169,7 +169,8 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
             )
             group_of_target[loss_key(stream, term)] = groups
             targets_of_groups = np.bincount(groups, minlength=len(part.language_groups)).tolist()
-            for language, targets in zip(part.language_groups, targets_of_groups, strict=False):  # the last is no group
+            # If a target belongs to none of the languages and pairs, there is one count more, which zip leaves out.
+            for language, targets in zip(part.language_groups, targets_of_groups, strict=False):
                 counts[count_key(stream, term, language)] = targets
         if part.auxiliary is not None:
             auxiliary[stream] = pack_row({stream: part.auxiliary}, id_if_empty)
@@ -240,7 +241,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    return tokens, np.split(row_index, ends)[:-1]
+    return tokens, np.split(row_index, ends)[:-1]  # the last part is no stream batch's
 
 
 def concatenate_in_order(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:

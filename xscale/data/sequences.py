@@ -57,7 +57,7 @@ class Sequences:
     identities: np.ndarray
     """Key of all random choices about each sequence, uint64 [B]."""
     segment_starts: np.ndarray
-    """Index of the first token of each segment's text, after the special tokens."""
+    """Index of the first token of each segment's text [segments]. [CLS] and [SEP] before a text are not part of it."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -196,7 +196,7 @@ def join_sentences(sample: list[Example], max_length: int) -> list[Example]:
     """
     room = max_length - 2
     texts: list[list[Example]] = []
-    size = room
+    size = room  # the tokens of the last text; `room` if the next part must begin a new text
     for example in sample:
         if not example.follows:
             size = room
@@ -226,7 +226,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
         if words is not None:
             words = (words[0].select_tokens(start, end),)
         identity = example.identity
-        if start > 0:
+        if start > 0:  # each piece has its own random choices
             identity = np.uint64(rng.hash64(example.identity, np.uint64(start)))
         pieces.append(replace(example, ids=(example.ids[0][start:end],), words=words, identity=identity))
         start = end

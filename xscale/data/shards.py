@@ -272,13 +272,14 @@ class Source:
         path = f"{self.directory}/{about.name}"
         data = b""
         damaged = 0
-        for _ in range(2 if offset + length <= about.bytes else 0):  # a second read may succeed
+        # A second read may succeed. A range beyond the end of the shard is not read at all.
+        for _ in range(2 if offset + length <= about.bytes else 0):
             self.fetch(shard, damaged)
             file = self._file(about.name, readahead)
             data = file.read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
-            if self.remote:
+            if self.remote:  # the second read fetches the shard again, and opens the new file
                 damaged = os.fstat(file.fd).st_ino
                 self._owner = object()
         else:
@@ -306,6 +307,7 @@ class Source:
             whole = whole._replace(langs=self.langs)
         if length <= PART_BYTES or len(whole.texts) == 2:
             return whole
+        # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
         return self._text_part(whole, shard, record, offset, length // PART_BYTES)
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:

@@ -218,10 +218,10 @@ def mask_tokens(
     """
     identities_N = sequences.identities[sequences.numbers]
     offsets_N = sequences.indices_in_sequence.astype(np.uint64)
-    units_N = offsets_N
+    units_N = offsets_N  # tokens of a sequence with the same number are chosen together
     if whole_word:
         assert sequences.words is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
-        alone = offsets_N + np.uint64(1 << 32)  # a token that belongs to no word
+        alone = offsets_N + np.uint64(1 << 32)  # for tokens that belong to no word: numbers that no word has
         units_N = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
     is_special = tokenizer.is_special[sequences.ids]
     chosen = ~is_special & (rng.uniform(identities_N ^ _CHOOSE, units_N) < mask_prob)
@@ -251,9 +251,9 @@ def masked_lm(
 ) -> StreamBatch:
     """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
 
-    types: see StreamBatch. neutral_share: the share of sequences that get the language number 0, and positions that run
-    through both sentences, as transformers encodes a pair by default. samples: the number of samples; None: the number
-    of sequences.
+    types: see StreamBatch. neutral_share: with `types` "languages", the share of the sequences that are encoded as
+    transformers does by default: the language number is 0, and positions do not start again in a second sentence.
+    samples: the number of samples; None: the number of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)

@@ -107,6 +107,7 @@ class StepSynchronizer:
         """Send this rank's message about a step. Return a function that waits for the messages of all ranks and returns
         the result of `next_step`. batch: this rank's part of the step; None: it could not be read."""
         form = None
+        # A message begins with two flags: this rank could not read the step, and it was asked to stop.
         if batch is None:
             message = [1, *[0] * (self.length - 1)]
         else:

@@ -39,7 +39,8 @@ class Sums:
 
     @staticmethod
     def concatenate_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
-        """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
+        """Return the sums of all parts as one vector in fp64. like: a tensor on the device of the parts. Its data type
+        can represent the numbers of each part."""
         keys = list[MetricKey]()
         values = [like.new_zeros(0)]
         for part in parts:
@@ -136,7 +137,7 @@ class StepModule(nn.Module):
         """Return the row's loss, and its sums of losses and metrics without gradient.
 
         row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
-        weights_M: weight of each prediction, divided by `largest_weight`.
+        weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in step.py explains why.
         """
         states = encoder_states(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
@@ -160,7 +161,7 @@ class StepModule(nn.Module):
                 predictions.append((stream, prediction))
             for term, value in losses.sums.items():
                 weight = weights[loss_key(stream, term)]
-                if weight:
+                if weight:  # 0 in evaluations, and while the gradient of another stream is measured
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
@@ -215,7 +216,8 @@ def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> lis
 
 def encoder_states(encoder: Encoder, row: Row) -> States:
     """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device, whose gather
-    has the states in the order of row.state_counts."""
+    has the states in the order of row.state_counts. The encoder returns only the hidden states of row.places [P, H],
+    whose indices are the gather's columns."""
     states_SH = alignment_gather(encoder(row.tokens, row.places), *row.gather, *row.transposed)
     sizes = list[int]()
     for counts in row.state_counts.values():
@@ -263,6 +265,6 @@ def names_with_head_lr(module: nn.Module) -> list[str]:
         return []
     encoder = module.encoder
     trained_before = encoder.lm.base_model if encoder.has_new_head else encoder
-    # By identity: the first name of XLM-R's tied embeddings is one of the head.
+    # Parameters are compared by `id`, because the first name of XLM-R's tied embeddings is a name in the head.
     old = set(map(id, trained_before.parameters()))
     return [name for name, parameter in module.named_parameters() if id(parameter) not in old]

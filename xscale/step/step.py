@@ -267,7 +267,8 @@ def gradient_norms(
     engine: Any, rows: list[Row], shared: list[States], weights: Weights, seeds: list[Seed]
 ) -> dict[str, Tensor]:
     """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
-    measure a stream, the other streams' weights are 0."""
+    measure a stream, the other streams' weights are 0. The losses are multiplied by fp16's loss scale, as in training,
+    so that small gradients do not become 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = dict[str, Tensor]()
