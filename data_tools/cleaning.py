@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from xscale.data.scripts import short_code
-from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
 from .corpus import Rules, SourceSpec
-from .readers import Unit
+from .readers import Unit, read_checked_lines
 from .sentences import is_blank, split_sentences
 
 EXAMPLES = 3
@@ -204,10 +203,11 @@ def _is_letter(character: str) -> bool:
 
 @cache
 def excluded_lines(paths: tuple[str, ...]) -> set[str]:
-    """Return the folded letters of each line of evaluation files. Raises UserError if a file has no text."""
+    """Return the folded letters of each line of evaluation files. Raises UserError if a file has no
+    text, or is a table or JSON."""
     excluded = set[str]()
     for path in paths:
-        lines = {folded_letters(line) for _, line in read_lines(Path(path))} - {""}
+        lines = {folded_letters(line) for _, line in read_checked_lines(Path(path))} - {""}
         if not lines:
             raise UserError(
                 f"rules.exclude: {path} has no text. Use a file of evaluation text, or remove the file from the rule"

@@ -285,7 +285,7 @@ class Corpus(Strict):
                 )
         spellings = dict[str, str]()
         for language in self.languages:
-            other = spellings.setdefault(spelling_key(language), language)
+            other = spellings.setdefault(spelling_key(one_name[language]), language)
             if other != language:
                 problems.append(
                     f"sources: {other} and {language} are names of the same language. Write either {other} or "

@@ -132,8 +132,8 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     if others >= SHARE * len(texts) > 0:
         raise UserError(
             f"{path} is not a file with lines of text: {others} of its first {len(texts)} lines are rows of a "
-            "table, JSON or markup. `xscale data prepare` can read such files by the keys `tsv:`, `jsonl:`, "
-            "`tmx:` or `datasets:` in corpus.yaml"
+            "table, JSON or markup. Use a file with one text on each line. For a source of `xscale data prepare`, the "
+            "keys `tsv:`, `jsonl:`, `tmx:` and `datasets:` in corpus.yaml can read such files, too"
         )
     yield from head
     yield from lines

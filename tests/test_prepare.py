@@ -267,6 +267,11 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [PAIR | {"opus": "a.zip"}], "rules": {"score": 1.0}}, ["opus is no longer", "score is no longer"]),
         ({"sources": [MONO | {"text": "x/a"}, MONO | {"text": "y/a"}]}, ["two sources have the name a.de"]),
         ({"sources": [MONO, {"mono": "deu", "text": "b"}]}, ["de and deu are names of the same language"]),
+        ({"sources": [PAIR, {"mono": "eng_Latn", "text": "c"}]}, ["en and eng_Latn are names of the same language"]),
+        (
+            {"sources": [{"mono": name, "text": "a"} for name in ("zh-Hans", "zh-Hant", "zho_Hans")]},
+            ["zh-Hans and zho_Hans are names of the same language"],
+        ),
     ],
 )
 def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path, tree: dict, words: list[str]) -> None:
@@ -320,9 +325,10 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
     assert [text for text in texts if len(text) == 1] == [("Stays here.",), ("Stays too.",)]
     removed = [source["removed"] for source in json.loads((out / "report.json").read_text())["sources"]]
     assert removed == [{"exclude": 2}, {"exclude (sentences)": 1}]
-    (tmp_path / "test.en").write_text("\n")
-    with pytest.raises(UserError, match=r"test\.en has no text"):
-        run(tmp_path, tree, out="none")
+    for number, (content, named) in enumerate((("\n", "has no text"), ("a\tb\n", "is not a file with lines of text"))):
+        (tmp_path / "test.en").write_text(content)
+        with pytest.raises(UserError, match=rf"test\.en {named}"):
+            run(tmp_path, tree, out=f"none{number}")
 
 
 def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
