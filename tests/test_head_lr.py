@@ -1,6 +1,7 @@
 """train.head_lr, the learning rate of heads that start from random weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,8 @@ def test_without_the_field_heads_train_as_the_encoder_does(demo: Path, models: P
 @pytest.mark.slow
 def test_new_heads_train_with_their_own_rate_at_every_stage(demo: Path, models: Path, tmp_path: Path) -> None:
     """The encoder hardly moves with its own tiny rate. Adam moves each weight of the head by about the rate of each
-    step. All stages train the same weights, also after a resume at another stage."""
+    step. All stages train the same weights, also after a resume at another stage, or with another
+    masked-LM head in model.init."""
     recipe = [
         "--recipe",
         "adapt/alignlm",
@@ -109,9 +111,19 @@ def test_new_heads_train_with_their_own_rate_at_every_stage(demo: Path, models: 
         checkpoint = tmp_path / f"run{other}" / "checkpoints" / "step_00000002"
         out = ["--ds_config", str(tmp_path / f"zero{stage}.json"), "--out", str(tmp_path / f"resumed{stage}")]
         runs.append([*out, "--resume", str(checkpoint), *recipe, *sets])
+    replaced = tmp_path / "init"
+    shutil.copytree(models / "body", replaced)
+    same = [*recipe[:-1], f"model.init={replaced}", *sets]
+    begin_config = ["--ds_config", str(tmp_path / "zero2.json")]
+    runs.append([*begin_config, "--out", str(tmp_path / "replaced"), *same])
     launch.run_all(2, tmp_path, runs)
+    shutil.rmtree(replaced)
+    shutil.copytree(models / "whole", replaced)  # its masked-LM head is trained
+    checkpoint = tmp_path / "replaced" / "checkpoints" / "step_00000002"
+    resume = [*begin_config, "--out", str(tmp_path / "resumed after it"), "--resume", str(checkpoint), *same]
+    launch.run_all(2, tmp_path, [resume])
     ends = {}
-    for name in ("run0", "run1", "run2", "run3", "resumed0", "resumed2"):
+    for name in ("run0", "run1", "run2", "run3", "resumed0", "resumed2", "replaced", "resumed after it"):
         ends[name] = read_full_weights(tmp_path / name / "checkpoints" / "step_00000004")
     begin = read_full_weights(tmp_path / "run2" / "checkpoints" / "step_00000002")
     for name, weight in ends["run2"].items():

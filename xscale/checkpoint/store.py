@@ -56,6 +56,8 @@ class Checkpoint:
     """The size and hash of each file, by its path in the directory."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """The sources that the run had read (data/mixture.py describe_sources_read)."""
+    has_new_head: bool | None = None
+    """Whether the masked-LM head had random weights at the start of the run; None: an older version saved it."""
 
 
 # Finding

@@ -23,9 +23,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"
     ]
     if recipe.train.head_lr:
-        lines.append(
-            f"peak learning rate of heads that start from random weights, if there are any: {recipe.train.head_lr:g}"
-        )
+        lines.append(f"peak learning rate of new heads, if there are any: {recipe.train.head_lr:g}")
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(

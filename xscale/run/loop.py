@@ -13,7 +13,7 @@ from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import skip_step
-from xscale.errors import LOG, ExitCode, NotFinite
+from xscale.errors import LOG, ExitCode, NotFinite, UserError
 from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
 from xscale.eval.in_training import make_task_functions
 from xscale.run.folder import DONE, STOPPED
@@ -110,7 +110,11 @@ class Trainer:
             self.context.stop.arm_time_limit()
             self.context.status.set_steps_done(number)
             self.metrics.trace_records(number, agreed.batch, flush=agreed.flush > 0)
-            is_best = self.evaluations.evaluate_if_due(number)
+            try:
+                is_best = self.evaluations.evaluate_if_due(number)
+            except UserError:  # a wrong checkpoint.best, which a resume may set
+                self.save(must_succeed=True)
+                raise
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:
                 self.save(must_succeed=number == steps)
         LOG.info(f"done: {steps} steps of the run in {self.context.out}")
@@ -172,6 +176,7 @@ class Trainer:
             "sources": describe_sources_read(self.data_state, loader.streams, loader.corpus.sources),
             "calibration": asdict(loader.calibration),
             "engine": self.config.settings_in_checkpoint(),
+            "has_new_head": self.engine.module.encoder.has_new_head,
         }
         self.manager.save(self.done, manifest, good=not self.metrics.skipped_in_a_row, must_succeed=must_succeed)
 

@@ -127,6 +127,8 @@ def build_trainer(
     calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
+    if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
+        module.encoder.has_new_head = checkpoint.has_new_head
     loader = Loader(recipe, run.corpus, calibration)
     loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, host_group, LOG.info)
     if process.is_main:
