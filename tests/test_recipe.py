@@ -84,6 +84,11 @@ def test_a_number_with_an_exponent(recipe, written: str) -> None:
     assert recipe(STREAM + f"train: {{lr: {written}}}").train.lr == float(written)
 
 
+@pytest.mark.parametrize(("written", "number"), [("0100", 100), ("-010", -10), ("0o14", 12), ("0xff", 255)])
+def test_whole_numbers_are_those_of_yaml_1_2(written: str, number: int) -> None:
+    assert load("mlm", f"train.seed={written}").train.seed == number
+
+
 @pytest.mark.parametrize("written", ["no", "off", "yes", "y"])
 def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None:
     read = recipe(
@@ -112,6 +117,9 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
         ("data.alpha=1.5", "1.5"),
         ("model.dropout=0.999999", "0.999999"),
         ("train.time_limit=0", "0"),
+        ("train.time_limit=11:30:00", "'11:30:00': the value must be a number of minutes, such as 690"),
+        ("train.steps=1:40", "'1:40'"),
+        ("train.lr=1:30.5", "'1:30.5'"),
         ("checkpoint.keep=1", "1"),
         ("streams.mlm.samples=0", "0"),
         ("streams.mlm.mask_prob=1.0", "1"),

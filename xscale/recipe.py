@@ -665,5 +665,7 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
         return f"{name}.{message}"
+    if name in ("train.time_limit", "train.stall_limit") and kind == "float_type":
+        message = "the value must be a number of minutes, such as 690"
     message = message.replace("Input should", "the value must").replace("String should", "the text must")
     return f"{name}: {value!r}: {message}"

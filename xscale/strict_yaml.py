@@ -18,9 +18,9 @@ def read_yaml(text: str) -> Any:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """A loader of YAML 1.2's numbers and truth values: 3e-4 is a number, and only true and false are truth values, so
-    that `no` is Norwegian. Keys are text, also those that YAML reads as numbers or dates. It refuses a key that occurs
-    twice; YAML itself would use the last value."""
+    """A loader of YAML 1.2's numbers and truth values: 3e-4 is a number, 0100 is the number 100, 11:30:00 is text, and
+    only true and false are truth values, so that `no` is Norwegian. Keys are text, also those that YAML reads as
+    numbers or dates. It refuses a key that occurs twice; YAML itself would use the last value."""
 
     aliases = 0
     """The number of aliases so far."""
@@ -43,9 +43,21 @@ class StrictLoader(yaml.SafeLoader):
             mapping[key] = self.construct_object(value_node, deep=deep)  # type: ignore[no-untyped-call]
         return mapping
 
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
-NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$")
-StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
-for first in "yYnNoO":  # of yes, no, on and off
-    resolvers = StrictLoader.yaml_implicit_resolvers[first]
-    StrictLoader.yaml_implicit_resolvers[first] = [r for r in resolvers if r[0] != "tag:yaml.org,2002:bool"]
+
+INT_TAG = "tag:yaml.org,2002:int"
+FLOAT_TAG = "tag:yaml.org,2002:float"
+INT = re.compile(r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+FIRST_OF_NUMBERS = list("-+.0123456789")
+StrictLoader.yaml_implicit_resolvers = {}
+for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    removed = {INT_TAG, FLOAT_TAG}
+    if first in "yYnNoO":  # of yes, no, on and off
+        removed.add("tag:yaml.org,2002:bool")
+    StrictLoader.yaml_implicit_resolvers[first] = [r for r in resolvers if r[0] not in removed]
+StrictLoader.add_implicit_resolver(INT_TAG, INT, FIRST_OF_NUMBERS)
+StrictLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_OF_NUMBERS)
+StrictLoader.add_constructor(INT_TAG, StrictLoader.construct_int)
