@@ -309,8 +309,10 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
     assert chosen["results"]["retrieval"] == expected
 
 
-def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:
-    assert measure("--task", "retrieval", "--layer", "2", "-5", "4")[0] == 2
+def test_layers_that_are_not_there(measure: Measure, tmp_path: Path, capsys: Any) -> None:
+    """The scores of an earlier command stay."""
+    (tmp_path / "scores.json").write_text('"earlier"')
+    assert measure("--task", "retrieval", "--layer", "2", "-5", "4") == (2, "earlier")
     assert (
         "--layer -5: the model does not have this layer. Write a number from 0 (embeddings) to 3"
         in capsys.readouterr().err

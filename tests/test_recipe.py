@@ -263,7 +263,9 @@ def test_the_last_set_counts() -> None:
         ("train.steps.more=1", "--set train.steps.more=1"),
         ("train.lr=[1", "--set train.lr=[1"),
         ("train.lr=fast", "train.lr"),
-        ("data.workers=", "data.workers"),
+        ("model.init=", "--set model.init= has no value, perhaps because a shell variable is not set"),
+        ("data.languages= ", "--set data.languages=  has no value"),
+        ("model.init=None", "--set model.init=None: None is not a value of YAML. Write model.init=null"),
     ],
 )
 def test_set_is_strict(assignment: str, named: str) -> None:

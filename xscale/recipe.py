@@ -461,6 +461,15 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
 def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     """Set a field of the tree as `--set` says, such as "train.lr=3e-4"."""
     dotted, equals, text = assignment.partition("=")
+    if equals and not text.strip():
+        problems.append(
+            f"--set {assignment} has no value, perhaps because a shell variable is not set. Write {dotted}=null for no "
+            "value"
+        )
+        return
+    if text == "None":
+        problems.append(f"--set {assignment}: None is not a value of YAML. Write {dotted}=null for no value")
+        return
     try:
         if not equals:
             raise ValueError("the = is missing")

@@ -90,8 +90,8 @@ def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
 
 
 def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> ExitCode:
-    """Evaluate and print every row, and write the scores so far to `out` after each row. Return the exit code: 2 if a
-    row cannot be evaluated, else 0."""
+    """Evaluate and print every row, and write the scores so far to `out` after each row. Without scores, an existing
+    file stays. Return the exit code: 2 if a row cannot be evaluated, else 0."""
     times = Counter((row.task, row.name) for row in rows)
     results: dict[str, dict[str, Scores]] = {}
     code = 0
@@ -106,7 +106,7 @@ def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None
         except UserError as error:
             code = 2
             print(f"error: task {row.task} on {name}: {error}", file=sys.stderr)
-        if out:
+        if out and results:
             write_results(out, model.path, results)
     return code
 
