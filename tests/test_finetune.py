@@ -98,10 +98,15 @@ GOOD = {
                                 '"tags": ["X"]}\n', [(("Ann",), ("B-PER",))]),
     "SNLI": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n'
              '{"premise": "a", "hypothesis": "c", "label": 1}\n', [(("a", "c"), ("1",))]),
+    "sentiment -1 and 1": ("sentences", "a.tsv", "go\t-1\nstay\t1\n", [(("go",), ("-1",)), (("stay",), ("1",))]),
+    "sentiment - and +": ("sentences", "a.tsv", "go\t-\nstay\t+\n", [(("go",), ("-",)), (("stay",), ("+",))]),
+    "an unknown header": ("sentences", "a.tsv", "review\tstars\ngo\t5\n", [(("review",), ("stars",)),
+                                                                         (("go",), ("5",))]),
     "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
               [(("When?", "Ada wrote it in 1843."), ())]),
 }  # fmt: skip
-LEFT_OUT = {"withheld words": "1 of 2 .*distributed without text", "PAWS-X": "1 of 3 .*blank",
+PRINTED = {"an unknown header": "line 1 .* 'stars'.* as text<TAB>label",
+           "withheld words": "1 of 2 .*distributed without text", "PAWS-X": "1 of 3 .*blank",
             "XNLI's own": "1 of 2 .*label", "SNLI": "1 of 2 .*label", "SQuAD": "1 of 2 .*answer"}  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 SHORT_JSON = '{"data": [{"paragraphs": [{"qas": [{}]}]}]}'
@@ -114,6 +119,14 @@ BAD = {
     "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 2: the tag 'LOC' of the word 'b'"),
     "no tag": ("ner", "a.tsv", "a\tO\nb\n", "line 2 .*`word<TAB>tag`"),
     "no word": ("ner", "a.tsv", "\tO\n", "line 1 .*`word<TAB>tag`"),
+    "WikiANN": ("ner", "a.tsv", "de:a\tO\nde:b\tO\n", "every word starts with 'de:'.*sed 's/.de://'"),
+    "GermEval": ("ner", "a.tsv", "1\ta\tO\tO\n2\tb\tO\tO\n\n1\tc\tO\tO\n", "numbers instead of words.* cut -f 2,3"),
+    "no language": (
+        "sentences",
+        "a.jsonl",
+        '{"text": "a", "label": 0, "language": null}\n',
+        "row 1: .*`language`.* None",
+    ),
     "two columns": ("xnli", "a.tsv", "a\tb\tneutral\nc\td\n", "line 2 .*2 columns.*premise<TAB>hypothesis<TAB>label"),
     "no column": (
         "xnli",
@@ -165,7 +178,7 @@ def test_files_become_examples(tmp_path: Path, capsys: Any, what: str) -> None:
     for path in (tmp_path / name, tmp_path / f"{name}.xz"):
         examples = read_examples(TASKS[task], path, "de", None)
         assert [(example.texts, example.labels) for example in examples] == expected
-        assert re.search(LEFT_OUT.get(what, ""), capsys.readouterr().out)
+        assert re.search(PRINTED.get(what, ""), capsys.readouterr().out)
         assert all(example.languages == ("de", "de") for example in examples)
 
 
@@ -185,7 +198,9 @@ def test_tables(tmp_path: Path) -> None:
     text = datasets.Value("string")
     features = datasets.Features({"premise": text, "hypothesis": text})
     features["label"] = datasets.ClassLabel(names=["entailment", "neutral"])
-    pairs = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
+    pairs = datasets.Dataset.from_dict(
+        {"premise": ["a", "b"], "hypothesis": ["c", "d"], "label": [1, -1]}, features=features
+    )
     pairs.to_parquet(tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"is a folder. Use a .jsonl file"):
         read_examples(TASKS["xnli"], tmp_path, "en", None)
@@ -386,6 +401,13 @@ def test_which_runs_the_texts_allow(german: str) -> None:
     assert all(text.labels == ["x", "y"] and len(text.examples) == 6 for text in plan)
 
 
+def test_two_scripts_are_two_languages() -> None:
+    train = {name: text_of(name) for name in ("en", "zh-Hans", "zh-Hant")}
+    plan = plan_training(TASKS["xnli"], train, {}, {"zh-Hant": text_of("zh"), "zho_Hans": text_of("zh")}, False)
+    zero_shot = {"zh-Hant": "zero-shot", "zho_Hans": "zero-shot"}
+    assert [text.settings for text in plan] == [zero_shot, {"zho_Hans": "supervised"}, {"zh-Hant": "supervised"}]
+
+
 def test_both_halves_of_a_switched_pair_stand_together() -> None:
     """A blank translation takes its original with it, and a blank original its translation."""
     source = {"en": text_of("en", blank=3)}
@@ -454,6 +476,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
             "--train en=de.tsv --test de=other.tsv",
             "other.tsv: line 2: the training file de.tsv does not have the label 'y'",
         ),
+        ("--train en=one.tsv", "one.tsv: all 1 examples have the label 'y'"),
         ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
         ("--train en=de.tsv --translated de=de.tsv --code_switch --task pos", "two texts: xnli"),
@@ -468,6 +491,7 @@ def test_what_a_user_does_wrong_is_said_before_any_work(
 ) -> None:
     (tmp_path / "de.tsv").write_text("a\tb\tneutral\nc\td\tentailment\n")
     (tmp_path / "other.tsv").write_text("a\tb\tneutral\nc\td\ty\n")
+    (tmp_path / "one.tsv").write_text("a\tb\t-1\nc\td\ty\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(launch.ROOT / "xscale/eval/finetune/__main__.py")])
     line = f"--model hf --task xnli --test de=de.tsv --out out.json {words}".split()

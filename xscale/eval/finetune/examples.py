@@ -5,9 +5,10 @@ columns text or premise, hypothesis, label; tokens, tags; question, context, ans
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[str, Columns]]:
     for number, row in enumerate(table, start=1):
         for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
-            if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
+            if isinstance(labels, datasets.ClassLabel) and row[name] == -1:
+                row[name] = None
+            elif isinstance(labels, datasets.ClassLabel) and row[name] is not None:
                 row[name] = labels.int2str(row[name])
         place = f"row {number}"
         if {"id", "question"} <= row.keys():
@@ -146,6 +149,21 @@ def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Columns]]:
             row["tags"].append(fields[-1].strip())
         if row["tokens"]:
             yield f"the sentence that ends at line {number}", row
+
+
+def check_words(path: Path, sentences: list[tuple[str, ...]]) -> None:
+    """Raise UserError if the words of all sentences start with a language (WikiANN), or are numbers (GermEval)."""
+    prefix = " ".join(sentences[0]).partition(":")[0] + ":"
+    if re.match("[a-z-]+:$", prefix) and all(word.startswith(prefix) for word in chain.from_iterable(sentences)):
+        raise UserError(
+            f"{path}: every word starts with {prefix!r}, as in the files of WikiANN. Remove this prefix by "
+            f"`sed 's/^{prefix}//' {path} > NEW_FILE`"
+        )
+    if all(words == tuple(map(str, range(1, len(words) + 1))) for words in sentences):
+        raise UserError(
+            f"{path}: the first column has numbers instead of words, as in the files of GermEval. Keep the columns of "
+            f"the words and tags by `grep -v '^#' {path} | cut -f 2,3 > NEW_FILE`"
+        )
 
 
 def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:

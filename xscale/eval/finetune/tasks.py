@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from xscale.data.scripts import short_code
+from xscale.data.scripts import may_name_same_language, short_code
 from xscale.errors import UserError
 from xscale.eval.bootstrap import accuracy, entity_scores, scores_with_intervals
 from xscale.eval.finetune.examples import (
@@ -27,6 +27,7 @@ from xscale.eval.finetune.examples import (
     LabelledExample,
     LeftOut,
     add_canonical_columns,
+    check_words,
     column_value,
     print_on_rank_0,
     read_jsonl_or_parquet,
@@ -39,8 +40,9 @@ from xscale.eval.model import Scores
 
 SYNONYMS = {"contradictory": "contradiction"}
 """{label in XNLI's translated training text: the same label in XNLI's other files}."""
-NO_LABELS = (None, "", -1, "-1", "-")
-"""The values of a missing label. `datasets` uses -1. MultiNLI uses "-" if its annotators did not agree on a label."""
+NO_LABELS_OF_PAIRS = (-1, "-1", "-")
+"""The values of a missing label of a pair of sentences: MultiNLI and SNLI have them for pairs on which their annotators
+did not agree. For a single sentence, they are classes."""
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
 MAX_QUESTION = 64
@@ -108,7 +110,7 @@ class Classification(Task):
         label = column_value(row, "label", object)
         if not all(map(str.strip, texts)):
             raise LeftOut("a text is blank")  # such as a failed translation in PAWS-X's training text
-        if label in NO_LABELS:
+        if label in (None, "") or (len(texts) == 2 and label in NO_LABELS_OF_PAIRS):
             raise LeftOut("the label is missing, or the annotators did not agree on a label")
         return LabelledExample(texts, (SYNONYMS.get(str(label), str(label)),))
 
@@ -327,17 +329,21 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     rows = task.read_rows(path)
     if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
         rows = read_jsonl_or_parquet(path)
-    rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
     examples: list[LabelledExample] = []
     reasons: Counter[str] = Counter()
-    for place, columns in islice(rows_in_language, limit):
+    for place, columns in rows:
         try:
+            row_language = column_value({"language": language} | columns, "language", str)
+            if not may_name_same_language(row_language, language):
+                continue
             example = task.make_example(add_canonical_columns(columns))
             examples.append(replace(example, languages=(language, language), path=path, place=place))
         except LeftOut as left_out:
             reasons[str(left_out)] += 1
         except UserError as error:
             raise UserError(f"{path}: {place}: {error}") from None
+        if len(examples) + reasons.total() == limit:
+            break
     for reason, count in reasons.items():
         print_on_rank_0(
             f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, because {reason}"
@@ -346,4 +352,12 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         raise UserError(
             f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Use another file"
         )
+    labels = [example.labels for example in examples]
+    if isinstance(task, Classification) and examples[0].place == "line 1" and labels.count(labels[0]) == 1:
+        print_on_rank_0(
+            f"{path}: line 1 is an example with the label {labels[0][0]!r}, which no other line has. If line 1 has "
+            f"the names of the columns, write it as {'<TAB>'.join((*task.columns, 'label'))}"
+        )
+    if isinstance(task, Tagging):
+        check_words(path, [example.texts for example in examples])
     return examples

@@ -6,15 +6,15 @@ is original, and translate-train if the text was translated.
 
     delta = supervised - zero-shot        of each seed (Tang et al. 2022); smaller is better
 
-Two codes of one language, such as de and deu_Latn, are one language.
+Two names of one language, such as de and deu_Latn, are one language; zh-Hans and zh-Hant are two.
 """
 
 import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 
-from xscale.data.scripts import short_code
+from xscale.data.scripts import may_name_same_language
 from xscale.errors import UserError
 from xscale.eval import bootstrap
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
@@ -56,14 +56,14 @@ def plan_training(
     plan: list[TrainingText] = []
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
-        if len(set(map(short_code, texts))) < len(texts):
+        if any(may_name_same_language(first, second) for first, second in combinations(texts, 2)):
             raise UserError(
                 f"the training files for {setting} scores have the languages {', '.join(texts)}, and two of these are "
                 "names of the same language. Remove one of the two files from the command"
             )
         for language, examples in texts.items():
             path = examples[0].path
-            settings = {test: setting for test in tests if short_code(test) == short_code(language)}
+            settings = {test: setting for test in tests if may_name_same_language(test, language)}
             if setting == SUPERVISED and language == source:
                 settings = dict.fromkeys(tests, ZERO_SHOT) | settings
             if not settings:
@@ -72,6 +72,11 @@ def plan_training(
                     f"{language}=FILE, or remove {path} from the command"
                 )
             labels = task.list_labels(examples)
+            if len(labels) == 1:
+                raise UserError(
+                    f"{path}: all {len(examples):,} examples have the label {labels[0]!r}, but training needs two "
+                    "labels or more. Use a file with several labels, or a larger --limit"
+                )
             for example in chain(*map(tests.__getitem__, settings)):
                 absent = set(example.labels).difference(labels)
                 if absent:
