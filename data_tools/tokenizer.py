@@ -83,7 +83,7 @@ def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenize
     """Train WordPiece so that every run gives the same vocabulary. WordPieceTrainer numbers the characters inside words
     in the order of a hash table, and breaks ties by these numbers. So the trainer gets these characters as its first
     tokens, in a fixed order."""
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.BertNormalizer(lowercase=lowercase)])
     special = list(WORDPIECE_SPECIAL.values())
 
     def is_inside(char: str) -> bool:
@@ -113,8 +113,9 @@ def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenize
 
 def _train_bpe(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     words = pre_tokenizers.Split(Regex(_BYTE_LEVEL_WORD), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])

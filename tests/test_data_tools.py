@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from collections import Counter
 from itertools import count, islice
 from pathlib import Path
@@ -223,6 +224,16 @@ def test_tokenizer_of_shards_and_text(tmp_path: Path, demo: Path, kind: str, cap
     assert made.mask_token_id is not None and made.pad_token_id is not None
     assert made.unk_token_id not in ids
     assert len(set(made.get_vocab().values())) == len(made) == max(made.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_decomposed_text_has_the_ids_of_composed_text(tmp_path: Path, kind: str, lowercase: bool) -> None:
+    composed = "une école d'Été"
+    tokenizer.train([("fr", composed)] * 9, kind, 400, lowercase).save_pretrained(tmp_path)
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    ids = made(composed)["input_ids"]
+    assert made(unicodedata.normalize("NFD", composed))["input_ids"] == ids and made.unk_token_id not in ids
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
