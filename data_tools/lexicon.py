@@ -56,7 +56,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
             for number in range(about.records):
                 record = source.renumber_links(source.read(shard, number))
                 if record.links is not None:
-                    add_record_to_counts(counts, record, is_reversed=source.langs != langs)
+                    add_words_and_links(counts, record, is_reversed=source.langs != langs)
     if not counts.links:
         names = ", ".join(str(source.directory) for source in sources)
         raise UserError(
@@ -66,7 +66,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     return counts
 
 
-def add_record_to_counts(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
+def add_words_and_links(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
     """Add the words of a pair, and its links between words, to the counts. is_reversed: True if the pair's second text
     is in the language of the first column."""
     (first, first_is_word), (second, second_is_word) = split_words_and_symbols([text.lower() for text in record.texts])

@@ -263,7 +263,7 @@ def select_units(folder: Path, group_number: int) -> None:
             "correct the sources"
         )
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    mark_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
+    choose_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -282,16 +282,16 @@ def occurs_once(values: np.ndarray) -> np.ndarray:
     return counts[number] == 1
 
 
-def mark_held_out_units(state: np.ndarray, hashes: np.ndarray, sentence_limit: int) -> None:
+def choose_held_out_units(state: np.ndarray, units: np.ndarray, sentence_limit: int) -> None:
     """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
     `sentence_limit` sentences together, and a unit with too many is passed over. No side of a pair that is held out
-    occurs in another kept pair of the group. hashes: the result of unit_hashes, with the columns before FIRST_BAND."""
+    occurs in another kept pair of the group. units: the result of unit_hashes, with the columns before FIRST_BAND."""
     if not sentence_limit:
         return
     kept = np.flatnonzero(state == KEPT)
-    candidates = kept[occurs_once(hashes[kept, FIRST_SIDE]) & occurs_once(hashes[kept, SECOND_SIDE])]
-    for candidate in candidates[np.argsort(hashes[candidates, EXACT])]:  # without a list of up to 10^8 numbers
-        sentences = int(hashes[candidate, SENTENCES])
+    candidates = kept[occurs_once(units[kept, FIRST_SIDE]) & occurs_once(units[kept, SECOND_SIDE])]
+    for candidate in candidates[np.argsort(units[candidates, EXACT])]:  # without a list of up to 10^8 numbers
+        sentences = int(units[candidate, SENTENCES])
         if sentences <= sentence_limit:
             state[candidate] = HELD_OUT
             sentence_limit -= sentences

@@ -345,7 +345,7 @@ def test_what_an_error_is_and_what_to_do(error: Exception, code: int, advice: st
 
 SILENT = """
 import sys, threading, time
-from xscale.errors import run_command
+from xscale.errors import run_and_exit
 threading.Thread(target=time.sleep, args=(60,)).start()  # as libraries have them
 
 def main():
@@ -354,7 +354,7 @@ def main():
     sys.stdout.write("almost done")
     return int(sys.argv[1])
 
-run_command(main)
+run_and_exit(main)
 """
 
 

@@ -68,7 +68,7 @@ def whole(tmp_path_factory, demo) -> Path:
 def open_sources(folder: Path) -> None:
     for source in find_sources([folder]):
         for shard in source.shards:
-            source.check_size(shard)
+            source.check_local_files(shard)
 
 
 @pytest.mark.parametrize(

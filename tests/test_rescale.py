@@ -89,7 +89,7 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
                     needed |= {n for n, part in enumerate(of_old) if part & set(whole.tolist())}
             assert needed <= set(opened) and len(opened) == len(set(opened)), (new, rank)
             assert set(opened) - needed <= {max(old - 2, 0)}, (new, rank, needed, opened)
-            assert [group.steps["step"].item() for group in saved.like] == [7.0, 7.0]
+            assert [saved_slice.other_values["step"].item() for saved_slice in saved.like] == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])

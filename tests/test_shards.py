@@ -232,7 +232,7 @@ def flip(path: Path, text: str) -> None:
 def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
     flip(copy / "mono-000001.tar", sentences(700)[300 + 271])
     source = Source(copy)
-    map_in_threads(source.check_size, source.shards)
+    map_in_threads(source.check_local_files, source.shards)
     with pytest.raises(UserError, match=r"mono-000001\.tar: record 271 "):
         source.read(1, 271)
     intact = [n for n in range(300) if n != 271]
@@ -326,16 +326,16 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
 
 def test_check_size_sees_an_incomplete_copy(copy: Path) -> None:
     source = Source(copy)
-    map_in_threads(source.check_size, source.shards)
+    map_in_threads(source.check_local_files, source.shards)
     for name in ("mono-000002.tar", "mono-000002.idx"):
         whole = (copy / name).read_bytes()
         for content in (whole[:-512], whole + b"x", b""):
             (copy / name).write_bytes(content)
             with pytest.raises(UserError, match=rf"{name} has {len(content):,} bytes.*{len(whole):,}"):
-                map_in_threads(source.check_size, source.shards)
+                map_in_threads(source.check_local_files, source.shards)
         (copy / name).unlink()
         with pytest.raises(UserError, match=f"{name} is missing"):
-            map_in_threads(source.check_size, source.shards)
+            map_in_threads(source.check_local_files, source.shards)
         (copy / name).write_bytes(whole)
 
 

@@ -146,8 +146,8 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def run_command(main: Callable[[], ExitCode]) -> NoReturn:
-    """Run `main`, and end the process with the code that it returns, or with 1 and a traceback if it raises.
+def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:
+    """Run `main`, and end this process with the code that it returns, or with 1 and a traceback if it raises.
 
     The interpreter's normal exit is skipped, because threads of libraries sometimes abort it, and because tearing down
     a process group may wait for other ranks.

@@ -67,7 +67,7 @@ def process_of_launcher(may_be_alone: bool = False) -> Process:
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = slurm_first_host()
     if not env_number("MASTER_PORT", 0):
-        env["MASTER_PORT"] = str(choose_port())
+        env["MASTER_PORT"] = str(rendezvous_port())
     return process
 
 
@@ -113,8 +113,9 @@ def check_alone() -> None:
         )
 
 
-def choose_port() -> int:
-    """Return the port at which the ranks connect. The jobs of SLURM, and the steps of a job, have different ports."""
+def rendezvous_port() -> int:
+    """Return the port at which the ranks connect. Outside SLURM, it is DEFAULT_PORT. In SLURM, it is
+    computed from the numbers of the job and its step, so that jobs, and the steps of a job, have different ports."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         return DEFAULT_PORT

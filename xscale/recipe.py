@@ -639,14 +639,14 @@ def fields_that_phases_may_change(recipe: Recipe) -> list[str]:
 # Checks of types and ranges, by pydantic
 
 
-def read_section(cls: Any, fields: Any, where: str, problems: list[str], further_keys: tuple[str, ...] = ()) -> Any:
+def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_for_message: tuple[str, ...] = ()) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
-    recipe. further_keys: keys that the section may have besides the fields of `cls`."""
+    recipe. keys_for_message: keys that the error of an unknown key lists before the fields of `cls`."""
     try:
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
         for details in error.errors():
-            problems.append(describe_pydantic_error(details, where, (*further_keys, *field_names(cls))))
+            problems.append(describe_pydantic_error(details, where, (*keys_for_message, *field_names(cls))))
         return None
 
 

@@ -33,7 +33,7 @@ from xscale.errors import (
     NotFinite,
     UserError,
     check_arguments,
-    run_command,
+    run_and_exit,
     safe_to_show,
     sys_exit_as_error,
 )
@@ -178,4 +178,4 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> ExitCod
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_and_exit(main)

@@ -95,7 +95,7 @@ class CheckpointManager:
             needed_steps = set(self.published())
             if self.good is not None:
                 needed_steps.add(self.good)
-            store.remove_old_checkpoints(self.folder, self.keep, needed_steps)
+            store.remove_partial_and_old_checkpoints(self.folder, self.keep, needed_steps)
         LOG.info(f"saved the checkpoint {self.path_of_step(step)} in {time.monotonic() - started:.2f} s")
 
     def _contents_of_own_files(self, step: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from xscale import deepspeed_private as private
 from xscale.step.module import names_with_head_lr
 
 WEIGHT = "fp32"
-"""The key of the weights in SavedGroup.flats. The other keys, such as exp_avg, are the optimizer's states."""
+"""The key of the weights in SavedSlice.flats. The other keys, such as exp_avg, are the optimizer's states."""
 
 
 class SavedPlace(NamedTuple):
@@ -32,24 +32,26 @@ class SavedPlace(NamedTuple):
     length: int
 
 
-class SavedGroup(NamedTuple):
+class SavedSlice(NamedTuple):
     """One rank's saved slice of a group of weights."""
 
     flats: dict[str, Tensor]
     """The flat tensors of the weights and of the optimizer's states, by key."""
-    steps: dict[str, Any]
+    other_values: dict[str, Any]
     """Other values of the optimizer's state, such as its count of steps, or Adafactor's means of rows and columns."""
 
     @classmethod
-    def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
+    def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedSlice":
+        """Return the slice with these weights and their optimizer state. A tensor of the state with at least as
+        many elements as the weights goes into `flats`, and any other value into `other_values`."""
         flats = {WEIGHT: weights}
-        others = dict[str, Any]()
+        other_values = dict[str, Any]()
         for key, value in state.items():
             if torch.is_tensor(value) and value.ndim and value.numel() >= weights.numel():
                 flats[key] = value.flatten()
             else:
-                others[key] = value
-        return cls(flats, others)
+                other_values[key] = value
+        return cls(flats, other_values)
 
 
 class SavedPartitions:
@@ -65,8 +67,8 @@ class SavedPartitions:
         """
         self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
-        self.opened: dict[int, list[SavedGroup]] = {}
-        """Number of a rank -> the groups in its file, for files that are open."""
+        self.opened: dict[int, list[SavedSlice]] = {}
+        """Number of a rank -> its slice of each group, for files that are open."""
         self.places: dict[str, SavedPlace] = {}
         if self.files:
             # Not the last file: its slice has no padding, so it may be shorter than the others.
@@ -76,8 +78,8 @@ class SavedPartitions:
             self.scaler = None
             self.like = self._fill_places_from_whole_weights(names, new_heads)
 
-    def _fill_places_from_partition(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the groups in
+    def _fill_places_from_partition(self, rank: int) -> tuple[Any, list[SavedSlice]]:
+        """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the slices in
         this file."""
         rank_file = self._open(rank)
         stage_3 = private.is_saved_at_stage_3(rank_file)
@@ -95,12 +97,12 @@ class SavedPartitions:
         return private.saved_loss_scaler(rank_file), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
-        """Open the file of a rank, store its groups in `opened`, and return its content."""
+        """Open the file of a rank, store its slices in `opened`, and return its content."""
         content = private.load_state(self.files[rank])
-        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
+        self.opened[rank] = [SavedSlice.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 
-    def _fill_places_from_whole_weights(self, names: list[str], new_heads: Collection[str]) -> list[SavedGroup]:
+    def _fill_places_from_whole_weights(self, names: list[str], new_heads: Collection[str]) -> list[SavedSlice]:
         """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
         weights, states = private.weights_and_states_of_stage_0(self.model)
@@ -108,7 +110,7 @@ class SavedPartitions:
         decayed_first = sorted(names, key=lambda name: (name in new_heads, weights[name].ndim <= 1))
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
-        self.opened[0] = [SavedGroup.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
+        self.opened[0] = [SavedSlice.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
         return self.opened[0]
 
     def read_elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
@@ -152,7 +154,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
                 flat.data.copy_(numbers)
             else:
                 state[key] = numbers
-        for key, value in saved.like[group].steps.items():
+        for key, value in saved.like[group].other_values.items():
             if torch.is_tensor(value):
                 value = value.to(flat.device if fused or value.ndim else "cpu", copy=True)
             state[key] = value

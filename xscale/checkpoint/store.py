@@ -208,7 +208,7 @@ def sync_and_hash(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
-def remove_old_checkpoints(folder: Path, keep: int, needed_steps: set[int]) -> None:
+def remove_partial_and_old_checkpoints(folder: Path, keep: int, needed_steps: set[int]) -> None:
     """Remove incomplete directories, and all checkpoints but the newest `keep` and those of `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)

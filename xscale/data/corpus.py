@@ -99,7 +99,7 @@ def open_corpus(
     sources = keep_first_records_per_language(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, host_group))
-    streams = with_idle_sources(without_idle, sources)
+    streams = with_sources_of_all_phases(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
     check_tokenizer_of_init(recipe, init, tokenizer)
@@ -141,7 +141,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
         shards += source.shards
 
     def check(number: int) -> None:
-        map_in_threads(Source.check_size, owners[number :: host_group.size], shards[number :: host_group.size])
+        map_in_threads(Source.check_local_files, owners[number :: host_group.size], shards[number :: host_group.size])
 
     host_group.divide_work([partial(check, number) for number in range(host_group.size)])
 
@@ -166,7 +166,7 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
     return streams
 
 
-def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) -> Schedule[Sequence[Stream]]:
+def with_sources_of_all_phases(streams: Schedule[list[Stream]], sources: list[Source]) -> Schedule[Sequence[Stream]]:
     """Return the streams of each phase. Each stream gets the sources that it reads in any phase; those that it does not
     read in this phase are idle."""
     read: dict[str, set[int]] = {}

@@ -199,7 +199,7 @@ class StepDataset(Dataset):
         else:
             ids = context.tokenizer.encode(texts)
         borders = cut_points_of_long_texts(texts, ids, context) if stream.reads_running_text else {}
-        identities = self.identities(context, table)
+        random_keys = self.random_keys(context, table)
         samples = table.sample.tolist()
         start = 0
         for number, record in enumerate(records):
@@ -208,7 +208,7 @@ class StepDataset(Dataset):
                 langs=record.langs,
                 ids=tuple(ids[start:end]),
                 words=tuple(words[start:end]) if words else None,
-                identity=identities[number],
+                identity=random_keys[number],
                 number=samples[number],
                 key=record.key,
                 links=record.links,
@@ -228,9 +228,9 @@ class StepDataset(Dataset):
             follows[number] = source.continues_document(int(table.shard[number]), int(table.record[number]))
         return follows
 
-    def identities(self, context: CollateContext, table: PlanTable) -> np.ndarray:
+    def random_keys(self, context: CollateContext, table: PlanTable) -> np.ndarray:
         """Return for each record the key of all random choices about it in the context's stream and this epoch, uint64
-        [n_records]."""
+        [n_records]. It becomes Example.identity."""
         per_stream = rng.key(context.seed, context.stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[table.source], table.epoch)
         number = (table.shard.astype(np.uint64) << np.uint64(40)) + table.record.astype(np.uint64)

@@ -55,17 +55,17 @@ class Remote:
     url: str
     folder: Path
 
-    def fetch(self, name: str, size: int, is_whole: Callable[[Path], bool], damaged: int = 0) -> None:
+    def fetch(self, name: str, size: int, is_whole: Callable[[Path], bool], damaged_inode: int = 0) -> None:
         """Fetch a file of the source, unless it is in the cache. Other processes that need the file wait. size: the
         file's size in bytes. is_whole: returns True if a downloaded file of this size has the checksums of index.json.
-        damaged: the inode of a file that this process has found damaged; it is replaced if it is still in the cache.
-        Raises OSError, and UserError if the protocol of the URL is unknown."""
+        damaged_inode: the inode of a file that this process has found damaged. The file is replaced if it is still in
+        the cache. Raises OSError, and UserError if the protocol of the URL is unknown."""
         path = self.folder / name
 
         def is_cached() -> bool:
             with suppress(FileNotFoundError):
                 status = path.stat()
-                return status.st_size == size and status.st_ino != damaged
+                return status.st_size == size and status.st_ino != damaged_inode
             return False
 
         def check_received(_: int | None, received: int) -> None:
@@ -81,14 +81,14 @@ class Remote:
         if not is_cached():
             with locked(self.folder / f"{name}.lock"):
                 if not is_cached():  # another process may have fetched it meanwhile
-                    try_repeatedly(f"{self.url}/{name}", copy)
+                    call_with_retries(f"{self.url}/{name}", copy)
 
 
 def open_remote(url: str, cache: Path) -> Remote:
     """Fetch the index.json of the source at a URL, and return the source. cache: the folder of the cache. Raises
     OSError; UserError if there is no index.json, or no such protocol."""
     try:
-        index = try_repeatedly(f"{url}/index.json", lambda file_system, path: file_system.cat_file(path))
+        index = call_with_retries(f"{url}/index.json", lambda file_system, path: file_system.cat_file(path))
     except FileNotFoundError:
         raise UserError(
             f"--data {redact(url)}: there is no index.json at this URL. Pass the URLs of folders of shards to --data, "
@@ -104,10 +104,10 @@ def open_remote(url: str, cache: Path) -> Remote:
     return remote
 
 
-def try_repeatedly(url: str, call: Callable[[Any, str], Any]) -> Any:
+def call_with_retries(url: str, call: Callable[[Any, str], Any]) -> Any:
     """Return the value of call(file system of the URL, path in it). If it fails, call it again, TRIES times in all.
-    Raises FileNotFoundError if the server has no such file, OSError if all attempts fail, and UserError if there is no
-    such protocol."""
+    Three errors are raised at once: FileNotFoundError if the server has no such file, OSError if the disk is full, and
+    UserError if there is no such protocol. Raises OSError, too, if all attempts fail."""
     problem = ""
     for number in range(TRIES):
         if number:

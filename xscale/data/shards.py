@@ -170,9 +170,9 @@ class Source:
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
-    def check_size(self, shard: Shard) -> None:
-        """Raise UserError if the files of a local shard have a wrong size. So a run on an incomplete copy fails before
-        step 1. The files of a remote shard are checked when they are fetched."""
+    def check_local_files(self, shard: Shard) -> None:
+        """Raise UserError if the .tar or .idx of a local shard is missing or has a wrong size. So a run on an
+        incomplete copy fails before step 1. The files of a remote shard are checked when they are fetched."""
         if self.remote:
             return
         path = f"{self.directory}/{shard.name}"  # to make a Path takes longer than the check
@@ -207,9 +207,9 @@ class Source:
 
     def entries(self, shard: int) -> np.ndarray:
         """Return the entry of each record of a shard [n_records]. Raises UserError if the entries are damaged."""
-        return np.frombuffer(self._entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
+        return np.frombuffer(self._index_entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
-    def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
+    def _index_entry_bytes(self, shard: int, first: int, end: int) -> bytes:
         """Return the bytes of the entries of records `first` to `end` - 1 of a shard: from the file `entries`, or if
         it is absent or damaged, from the shard's .idx. Raises UserError if both have another checksum than the
         index.json that this process has read."""
@@ -257,11 +257,12 @@ class Source:
         """Return whether the record continues the document of the record before it."""
         return bool(self._offset_length_crc(shard, record)[1] & FOLLOWS)
 
-    def fetch(self, shard: int, damaged: int = 0) -> None:
-        """Fetch a shard of a source at a URL, unless it is in the cache. damaged: see Remote.fetch. Raises OSError."""
+    def fetch(self, shard: int, damaged_inode: int = 0) -> None:
+        """Fetch a shard of a source at a URL, unless it is in the cache. damaged_inode: see Remote.fetch. Raises
+        OSError."""
         if self.remote:
             about = self.shards[shard]
-            self.remote.fetch(about.name, about.bytes, lambda path: sha256_file(path) == about.sha256, damaged)
+            self.remote.fetch(about.name, about.bytes, lambda path: sha256_file(path) == about.sha256, damaged_inode)
 
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
@@ -271,16 +272,16 @@ class Source:
         about = self.shards[shard]
         path = f"{self.directory}/{about.name}"
         data = b""
-        damaged = 0
+        damaged_inode = 0
         # A second read may succeed. A range beyond the end of the shard is not read at all.
         for _ in range(2 if offset + length <= about.bytes else 0):
-            self.fetch(shard, damaged)
+            self.fetch(shard, damaged_inode)
             file = self._file(about.name, readahead)
             data = file.read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
             if self.remote:  # the second read fetches the shard again, and opens the new file
-                damaged = os.fstat(file.fd).st_ino
+                damaged_inode = os.fstat(file.fd).st_ino
                 self._owner = object()
         else:
             raise UserError(
@@ -315,7 +316,7 @@ class Source:
         part's entry in the shard. most: the maximum number of parts before and after this one."""
         first = max(record - most, 0)
         end = min(record + 1 + most, int(self.counts[shard]))
-        near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
+        near = np.frombuffer(self._index_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
         number = int(same[: record - first].sum())
         parts = int(same.sum())
@@ -328,7 +329,7 @@ class Source:
         """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
-        return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
+        return ENTRY.unpack(self._index_entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str, readahead: bool = False) -> "OpenFile":
         """Return a file of the directory, open for reading. readahead: see `read`."""

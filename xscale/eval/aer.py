@@ -125,13 +125,13 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     """Read a file of lines `sentence<TAB>sentence<TAB>links` (XL-WA), or a file of lines `sentence ||| sentence` and a
     file of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible link. Words are counted from 0 if any
     link has a 0, else from 1. Raises UserError."""
-    lines = read_plain_lines(text)
+    lines = read_all_lines(text)
     separator = "\t"
     form = "`sentence<TAB>sentence<TAB>links` (links: word alignments such as 0-0 1-2)"
     if links is not None:
         separator = "|||"
         form = "`sentence ||| sentence`"
-        link_lines = read_plain_lines(links)
+        link_lines = read_all_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
                 f"{links} has {len(link_lines):,} lines, and {text} has {len(lines):,} lines. Write one line of "
@@ -153,7 +153,8 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     return pairs
 
 
-def read_plain_lines(path: Path) -> list[str]:
+def read_all_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that may be compressed, without their line ends. Raises UserError."""
     return [line for _, line in read_lines(path)]
 
 

@@ -29,7 +29,7 @@ from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
 from xscale.metric_keys import MetricKey
 from xscale.ranks import HostGroup
-from xscale.step.zero import whole_weight
+from xscale.step.zero import gathered_weight
 
 FEWEST = 20
 """The fewest query words for which a score is computed."""
@@ -197,7 +197,7 @@ def alignment_metrics(engine: Any, probes: ProbesByMetric) -> dict[str, float]:
     """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
     together. probes: {} on other ranks than 0."""
     metrics = dict[str, float]()
-    with whole_weight(engine, engine.module.encoder.embeddings) as table:
+    with gathered_weight(engine, engine.module.encoder.embeddings) as table:
         for metric, words in probes.items():
             score = words.translation_accuracy(table)
             if score is not None:

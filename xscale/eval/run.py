@@ -200,8 +200,8 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
 def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
     """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines, or
     if neither has any."""
-    first_lines = aer.read_plain_lines(first)[:limit]
-    second_lines = aer.read_plain_lines(second)[:limit]
+    first_lines = aer.read_all_lines(first)[:limit]
+    second_lines = aer.read_all_lines(second)[:limit]
     if not 0 < len(first_lines) == len(second_lines):
         raise UserError(
             f"{first} has {len(first_lines):,} lines, and {second} has {len(second_lines):,} lines; line n of one file "

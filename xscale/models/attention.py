@@ -124,8 +124,10 @@ def _divide_into_blocks(
 
 
 def _make_block(
-    end_token: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+    end_in_row: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Block:
+    """Return the block of consecutive sequences of a row. end_in_row: the row's index after the block's last token.
+    lengths: those of the sequences; the first is the longest."""
     n = len(lengths)
     L = lengths[0]
     outside = torch.finfo(dtype).min / 4  # the sum of both masks is still finite, so that no softmax is NaN
@@ -141,7 +143,7 @@ def _make_block(
     if window is not None and window < L - 1:
         far_LL = (places_L[:, None] - places_L).abs() > window
         masks.append(torch.zeros(1, L, L, dtype=dtype, device=device).masked_fill_(far_LL, outside))
-    return Block(slice(end_token - sum(lengths), end_token), n, L, heads, padded_position, source_token, masks)
+    return Block(slice(end_in_row - sum(lengths), end_in_row), n, L, heads, padded_position, source_token, masks)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import flat_or_padded_states, padded_layer_states, padded_states
+from xscale.models.flat import flat_or_padded_states, layer_states_by_padded_pass, padded_states
 from xscale.ops.masked_ce import LossAndCorrect, masked_cross_entropy
 
 
@@ -112,7 +112,7 @@ class Encoder(nn.Module):
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
         no dropout in evaluation mode."""
         if self._states is padded_states:
-            return padded_layer_states(self.lm.base_model, row, all_layers=True)
+            return layer_states_by_padded_pass(self.lm.base_model, row, all_layers=True)
         return list(self._states(self.lm.base_model, row, seed=0, places=None))
 
     def set_dropout(self, p: float | None) -> None:

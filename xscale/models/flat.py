@@ -152,10 +152,10 @@ def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) 
 def padded_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield only the last hidden states of any Hugging Face encoder [N, H], or those at `places` [P, H], computed by
     the encoder's own forward pass over padded sequences."""
-    yield take_places(padded_layer_states(model, row)[-1], places)
+    yield take_places(layer_states_by_padded_pass(model, row)[-1], places)
 
 
-def padded_layer_states(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
+def layer_states_by_padded_pass(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
     """Return the last layer's hidden states [N, H], computed by the model's own forward pass over padded sequences.
     With `all_layers`, return the states of the embeddings and of all layers."""
     B = len(row.lengths)

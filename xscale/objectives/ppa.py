@@ -286,11 +286,13 @@ class Moco:
             self.momentum.update(self.options.momentum_at(self.step, self.steps))
         self.step += 1
 
-    def _enqueue(self, step: int) -> None:
+    def _enqueue(self, born: int) -> None:
+        """Add the new keys of all ranks to the queue. The ranks exchange the keys first, if they have not yet done so.
+        born: the step from which the metric queue_age counts the age of these keys."""
         self.gather_new_vectors(None)
         if self.step_keys:
             keys_ND, texts_N2 = self.step_keys
-            self.queue.push(keys_ND, step, texts_N2)
+            self.queue.push(keys_ND, born, texts_N2)
         self.step_keys = None
 
     def enqueue_new_vectors(self) -> int:
@@ -382,6 +384,7 @@ def terms(options: PpaOptions) -> dict[str, float]:
 
 
 def build_heads(encoder: Encoder, options: PpaOptions) -> Projection | None:
+    """Return the projection of MoCo, or None without MoCo."""
     if not options.moco_weight:
         return None
     return Projection(encoder.width, options.projection, options.normalize_z)

@@ -53,7 +53,7 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError or DirectoryTaken unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file. Choose a folder")
-    saved = read_identity(out)
+    saved = identity_from_checkpoints(out)
     is_run = saved is not None or (out / STATUS).exists()
     if not is_run and any(next(out.glob(name), None) for name in FOREIGN):
         raise DirectoryTaken(
@@ -74,8 +74,9 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
         )
 
 
-def read_identity(out: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a directory, from its newest readable checkpoint."""
+def identity_from_checkpoints(out: Path) -> dict[str, Any] | None:
+    """Return the identity of the run in a directory, from its newest readable checkpoint; None if there is no such
+    checkpoint."""
     for path in reversed(checkpoints.list_checkpoints(out / "checkpoints")):
         with suppress(UserError):
             return checkpoints.read_checkpoint(path).identity

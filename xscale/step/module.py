@@ -104,6 +104,7 @@ class StepModule(nn.Module):
         return adding_note(f"streams.{stream}: the function {function} of the objective {objective}")
 
     def objective_parts(self, stream: str) -> Parts:
+        """Return the modules that the functions of the stream's objective get."""
         heads = dict(self.heads.items()).get(stream)
         return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
@@ -132,17 +133,18 @@ class StepModule(nn.Module):
             )
 
     def forward(
-        self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest_weight: float
+        self, row: Row, shared: States, weights: Weights, prediction_weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, Sums]:
         """Return the row's loss, and its sums of losses and metrics without gradient.
 
         row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
-        weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in step.py explains why.
+        prediction_weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in step.py
+        explains why.
         """
         states = encoder_states(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=weights_M.device)
+        loss = torch.zeros((), dtype=wide, device=prediction_weights_M.device)
         sums = list[Sums]()
         with_vectors = self.streams_with_vectors()
         for stream in row.state_counts:
@@ -165,20 +167,20 @@ class StepModule(nn.Module):
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
-            predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest_weight)
+            predicted, sums_of_predictions = self.predict_tokens(row, predictions, prediction_weights_M, largest_weight)
             loss = loss + predicted
             sums = sums_of_predictions + sums  # metrics are reported in this order
         return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
 
     def predict_tokens(
-        self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest_weight: float
+        self, row: Row, predictions: list[tuple[str, Prediction]], prediction_weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, list[Sums]]:
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
         ranks must use the head. Returns the loss, and each term's loss and accuracy, with the losses by language."""
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         smoothing = self.smoothing if self.training else {}
         loss, losses_M, right_M = self.encoder.vocabulary_loss(
-            features_MH, row.labels, weights_M=weights_M, largest=largest_weight, **smoothing
+            features_MH, row.labels, weights_M=prediction_weights_M, largest=largest_weight, **smoothing
         )
         sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])

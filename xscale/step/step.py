@@ -57,14 +57,14 @@ def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, se
     same seed draws the same dropout masks.
 
     `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
-    1 / targets may be below what fp16 can represent. The head therefore gets weights_M = weight / largest_weight, which
-    is at most 1, and multiplies the sum of the losses by `largest_weight` in fp32.
+    1 / targets may be below what fp16 can represent. The head therefore gets prediction_weights_M = weight /
+    largest_weight, which is at most 1, and multiplies the sum of the losses by `largest_weight` in fp32.
     """
     weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
     largest_weight = float(weight_of_term.max(initial=0)) or 1.0
-    weights_M = np.repeat(weight_of_term / largest_weight, list(row.label_counts.values()))
+    prediction_weights_M = np.repeat(weight_of_term / largest_weight, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    return module(row, shared, weights, copy_to_device(weights_M, row.labels.device), largest_weight)
+    return module(row, shared, weights, copy_to_device(prediction_weights_M, row.labels.device), largest_weight)
 
 
 def optimizer_step(

@@ -41,7 +41,7 @@ def keeps_whole_weights(engine: Any) -> bool:
 
 
 @contextmanager
-def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
+def gathered_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
     """Yield the weight, gathered if ZeRO stage 3 partitions it; it may only be read. All ranks call it together."""
     import deepspeed
 

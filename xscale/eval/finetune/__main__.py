@@ -21,7 +21,7 @@ from typing import Any
 import transformers
 
 from xscale import files
-from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_command
+from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_and_exit
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import TASKS, AnyTask, read_examples
@@ -213,4 +213,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_and_exit(main)
