@@ -128,13 +128,14 @@ def main() -> None:
     add("--preset", default="xlmr-base", help="the architecture, a value of model.preset (default: xlmr-base)")
     add("--vocab_size", type=int, default=250_002, help="minimum size of the vocabulary (default: 250002)")
     add("--recipe", default="tlm", help="the recipe of the steps (default: tlm)")
-    add("--steps", nargs="+", default=["1x65536", "4x16384"], metavar="ROWSxTOKENS",
+    add("--steps", nargs="+", action="extend", metavar="ROWSxTOKENS",
         help="the steps to measure (default: 1x65536 4x16384)")  # fmt: skip
     add("--mixed", action="store_true", help="also measure the recipe mixed in the first of --steps")
-    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="change fields of the recipe")
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="change fields of the recipe")
     add("--pairs", type=int, default=20_000, help="the number of pairs of the demo world (default: 20000)")
     add("--goal", type=int, help="the tokens/s that the fastest step should reach; without it, the goal is an MFU")
     args = parser.parse_args()
+    args.steps = args.steps or ["1x65536", "4x16384"]
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         pairs, *_ = common.demo_data(Path(folder) / "demo", args.pairs, args.vocab_size)
         args.data = [pairs, write_pages(Path(folder) / "demo", args.pairs)]

@@ -256,10 +256,10 @@ def main() -> None:
     add(
         "--recipes",
         nargs="+",
-        default=["tlm", "alignlm"],
+        action="extend",
         help="the recipes to measure: tlm, alignlm or both; with --before, any recipes (default: tlm alignlm)",
     )
-    add("--data", type=Path, nargs="+", help="folders of shards (default: the demo corpus)")
+    add("--data", type=Path, nargs="+", action="extend", help="folders of shards (default: the demo corpus)")
     add("--preset", default="mini", help="the architecture, a value of model.preset (default: mini)")
     add(
         "--vocab_size",
@@ -281,11 +281,19 @@ def main() -> None:
         help="timed optimizer steps of each loop; with --before, runs of each checkout (default: 4)",
     )
     add("--warm", type=int, default=2, help="optimizer steps before the timed ones, 1 or more (default: 2)")
-    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields, such as data.workers=2")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="recipe fields, such as data.workers=2",
+    )
     add("--threads", type=int, default=2, help="the number of threads of torch (default: 2)")
     add("--before", type=Path, metavar="DIR",
         help="compare this checkout with the checkout in DIR, and not with the stock loop")  # fmt: skip
     args = parser.parse_args()
+    args.recipes = args.recipes or ["tlm", "alignlm"]
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # of the runs of --before
     transformers_logging.set_verbosity_error()

@@ -318,6 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--langs",
         nargs="+",
+        action="extend",
         help="one or two languages of the text, such as en de, if the tar members do not name the languages",
     )
     args = parser.parse_args(argv)

@@ -147,12 +147,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     inputs = parser.add_mutually_exclusive_group(required=True)
     inputs.add_argument(
-        "--dict", type=Path, nargs="+", metavar="FILE", help="files of dictionaries, which are joined in this order"
+        "--dict",
+        type=Path,
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="files of dictionaries, which are joined in this order",
     )
     inputs.add_argument(
         "--from_links",
         type=Path,
         nargs="+",
+        action="extend",
         metavar="DIR",
         help="make the dictionary from the word alignments in these shards",
     )
@@ -182,6 +188,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--truecase",
         type=Path,
         nargs="+",
+        action="extend",
         metavar="DIR",
         help="write each word in the upper and lower case that it most often has in the text of these shards",
     )

@@ -244,11 +244,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="xscale data tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="folders of shards to train the tokenizer on")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", action="extend", default=[], help="folders of shards to train the tokenizer on"
+    )
     parser.add_argument(
         "--text",
         type=Path,
         nargs="+",
+        action="extend",
         default=[],
         help="files or folders of text to train on, plain or compressed as .gz, .xz, .bz2 or .zst",
     )

@@ -54,7 +54,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "mono", help="write monolingual text; the files have plain text or the output of WikiExtractor"
     )
     mono.add_argument(
-        "--text", type=path_or_stdin, nargs="+", required=True, help="files or folders of text, or - for standard input"
+        "--text",
+        type=path_or_stdin,
+        nargs="+",
+        action="extend",
+        required=True,
+        help="files or folders of text, or - for standard input",
     )
     mono.add_argument("--lang", required=True, help="language of the text, such as en")
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",

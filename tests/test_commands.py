@@ -1,7 +1,10 @@
 """The command `xscale`: each of its names runs the module that it says, and none is imported before it is chosen."""
 
+import argparse
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -68,3 +71,32 @@ def test_no_library_is_imported_before_a_command_is_chosen() -> None:
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "xscale.commands" in imported
     assert set(HEAVY) & set(imported) == set()
+
+
+def flags_with_lists(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from flags_with_lists(command)
+        elif action.option_strings and action.nargs in ("+", "*"):
+            yield action
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("xscale.train", "xscale.eval.run", "xscale.eval.finetune.__main__", "xscale.export"),
+        *(f"data_tools.{tool}" for tool in TOOLS),
+    ],
+)
+def test_a_repeated_flag_adds_to_the_earlier_values(monkeypatch, module: str) -> None:
+    parsers = []
+    monkeypatch.setattr(sys, "argv", [module])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, *_: sys.exit(parsers.append(parser)))
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main()
+    for action in flags_with_lists(parsers[0]):
+        parsed = argparse.Namespace(**{action.dest: action.default})
+        for value in "ab":
+            action(parsers[0], parsed, [value], action.option_strings[0])
+        assert getattr(parsed, action.dest) in (["a", "b"], [["a"], ["b"]]), action.option_strings

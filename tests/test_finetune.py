@@ -473,7 +473,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
             "files for supervised scores have the languages en, de, ger, and two of these are names of the same",
         ),
         (
-            "--train en=de.tsv --test de=other.tsv",
+            "--train en=de.tsv --test en=other.tsv",
             "other.tsv: line 2: the training file de.tsv does not have the label 'y'",
         ),
         ("--train en=one.tsv", "one.tsv: all 1 examples have the label 'y'"),

@@ -62,6 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--data",
         type=parse_location,
         nargs="+",
+        action="extend",
         help="folders or URLs of shards (default: the demo corpus, which is generated)",
     )
     parser.add_argument("--out", help="folder of the run: checkpoints, metrics and logs (default: runs/<recipe>)")

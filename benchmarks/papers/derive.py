@@ -283,8 +283,25 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--conllu", type=Path, metavar="F", help="syn: CoNLL-U with the parses of all sentences of --in")
     add("--dictionary_out", type=Path, metavar="F", help="trans: file to write lines `id<TAB>id` to")
     add("--tokenizer_out", type=Path, metavar="DIR", help="trans: where to write the tokenizer of both languages")
-    add("--in", type=Path, nargs="+", required=True, dest="sources", metavar="F", help="files, plain, .gz or .xz")
-    add("--out", type=Path, nargs="+", required=True, metavar="F", help="a file to write for each of --in")
+    add(
+        "--in",
+        type=Path,
+        nargs="+",
+        action="extend",
+        required=True,
+        dest="sources",
+        metavar="F",
+        help="files, plain, .gz or .xz",
+    )
+    add(
+        "--out",
+        type=Path,
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="F",
+        help="a file to write for each of --in",
+    )
     args = parser.parse_args(words)
     if len(args.sources) != len(args.out):
         raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; give one --out for each --in")

@@ -331,8 +331,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
     add("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
     add("--encoder", type=Path, metavar="HF_DIR", help="for grid public, the encoder from which training starts")
-    add("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run only these cells")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="change fields of the scale, such as steps=600")
+    add("--only", nargs="+", action="extend", default=[], metavar="WORLD/ARM", help="run only these cells")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change fields of the scale, such as steps=600",
+    )
     args = parser.parse_args(argv)
     try:
         run_grid(Grid(args))

@@ -46,27 +46,70 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
-    add("--task", nargs="+", choices=TASKS, required=True, help="what is measured (docs/how-to/evaluate.md)")
+    add(
+        "--task",
+        nargs="+",
+        action="extend",
+        choices=TASKS,
+        required=True,
+        help="what is measured (docs/how-to/evaluate.md)",
+    )
     add("--out", type=Path, help="JSON file for the scores")
-    add("--data", type=Path, nargs="+", default=[], help="folders of shards with held-out text; task alignment may "
-        "also read training text")  # fmt: skip
-    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
-        "(FLORES, NTREX, Tatoeba), with one file per language; line n of each file is the same sentence; if one "
-        "language is English, all pairs with English are measured, else all pairs of languages")  # fmt: skip
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="folders of shards with held-out text; task alignment may also read training text",
+    )
+    add(
+        "--texts",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DIR",
+        help="folders of public test sets for retrieval (FLORES, NTREX, Tatoeba), with one file per language; line n "
+        "of each file is the same sentence; if one language is English, all pairs with English are measured, else all "
+        "pairs of languages",
+    )
     add("--limit", type=int, help="maximum number of pairs that are read from each folder of --data and each file of "
         "--aer (default: 1000), and of lines that are read from each file of --texts (default: all)")  # fmt: skip
-    add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
-        "shards)")  # fmt: skip
+    add(
+        "--lexicons",
+        type=Path,
+        nargs="+",
+        action="extend",
+        help="dictionaries for task alignment (default: lexicon/*.txt beside the shards)",
+    )
     add("--aer", nargs="+", action="append", default=[], metavar="X", help="word alignments made by hand, for task "
         "aer: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; may be repeated")  # fmt: skip
     variants = "--pooling, --layer and --margin may have several values; every combination of the values is evaluated."
     add = parser.add_argument_group("variants", variants).add_argument
-    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="pooling of sentence vectors for retrieval (default: "
-        "that of the model)")  # fmt: skip
-    add("--layer", nargs="+", metavar="N", help="layers whose hidden states are compared, for retrieval (default: -1) "
-        "and aer (default: all); 0: embeddings, -1: last layer, all: each layer")  # fmt: skip
-    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="similarity of two sentences, for "
-        "retrieval: cosine (default), or ratio (LASER's margin, docs/reference/results.md)")  # fmt: skip
+    add(
+        "--pooling",
+        nargs="+",
+        action="extend",
+        choices=retrieval.POOLINGS,
+        help="pooling of sentence vectors for retrieval (default: that of the model)",
+    )
+    add(
+        "--layer",
+        nargs="+",
+        action="extend",
+        metavar="N",
+        help="layers whose hidden states are compared, for retrieval (default: -1) "
+        "and aer (default: all); 0: embeddings, -1: last layer, all: each layer",
+    )
+    add(
+        "--margin",
+        nargs="+",
+        action="extend",
+        choices=retrieval.MARGINS,
+        help="similarity of two sentences, for retrieval: cosine (default), or ratio (LASER's margin, "
+        "docs/reference/results.md)",
+    )
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
@@ -156,7 +199,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     def evaluate(
         langs: tuple[str, ...], read: Callable[[], list[tuple[str, ...]]], model: ExportedModel
     ) -> dict[str, Scores]:
-        return retrieval.evaluate(model, read(), langs, args.pooling, args.layer or [-1], args.margin)
+        return retrieval.evaluate(model, read(), langs, args.pooling, args.layer or [-1], args.margin or ["cosine"])
 
     rows: list[ResultsRow] = []
     for folder in args.texts:

@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
     add("--task", choices=TASKS, required=True, help="task for which the encoder is fine-tuned")
-    texts: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
+    texts: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "LANG=FILE", "default": []}
     add("--train", **texts, help="training files, one for each language; a model is fine-tuned on each file, and gets "
         "supervised scores in the language of the file; the model of the first file also gets zero-shot scores in the "
         "other languages")  # fmt: skip
@@ -70,14 +70,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--translated", **texts, help="translations of the first file of --train, for translate-train scores")
     add("--code_switch", action="store_true", help="in tasks with two texts per example, replace each translated "
         "training example by two: one with only the first text translated, one with only the second")  # fmt: skip
-    add("--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="seeds of the fine-tuning runs, one "
+    add("--seeds", type=int, nargs="+", action="extend", metavar="N", help="seeds of the fine-tuning runs, one "
         "run per seed and training file (default: 0 1 2)")  # fmt: skip
     add("--frozen", action="store_true", help="keep the encoder's weights, and train only the linear layer on its "
         "hidden states")  # fmt: skip
     add("--out", required=True, help="JSON file for the scores")
     for name, (kind, default, _, text) in NUMBERS.items():
         add(f"--{name}", type=kind, default=default, metavar="N", help=text)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.seeds = args.seeds or [0, 1, 2]
+    return args
 
 
 def check_flags(args: argparse.Namespace) -> None:
