@@ -161,8 +161,8 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
             print(f"  word alignments: {name} {value}")
     for number in evenly_spaced(len(records), shown):
         print("  " + records[number].to_json())
-    return {"directory": str(source.directory), "name": source.name, "kind": source.kind, "records": source.records,
-            "links": links}  # fmt: skip
+    return {"directory": str(source.directory), "name": source.langs_name, "kind": source.kind,
+            "records": source.records, "links": links}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -83,7 +83,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
     read: list[tuple[str, int]] = []
 
     def recorded(self: Source, shard: int, record: int, plain: Any = Source.read) -> Any:
-        read.append((self.name, sum(self.counts[:shard].tolist()) + record))
+        read.append((self.langs_name, sum(self.counts[:shard].tolist()) + record))
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)

@@ -41,7 +41,7 @@ def test_shares_and_epochs(demo: Path) -> None:
     for line in language_share_lines(loader):
         stream = line.split()[1].rstrip(",")
         shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", line)}
-    records = {source.name: source.records for source in loader.corpus.sources}
+    records = {source.langs_name: source.records for source in loader.corpus.sources}
     drawn = {name: 500 / 64 * n / records[name.split()[1]] for name, n in found.items()}
     assert len(shown) == sum(len(spec.sources) for spec in loader.streams)
     small = shown.pop("mlm yy")  # 120 sentences are about 12 samples, of which the last of each epoch is short

@@ -170,7 +170,7 @@ def draw(loader: Loader, state: dict[str, Any], steps: int) -> tuple[Draws, dict
     for _ in range(steps):
         for stream, table in mixture.next_plan().tables.items():
             for source, *place in zip(table.source, table.epoch, table.shard, table.record, strict=True):
-                draws[stream, loader.corpus.sources[source].name].append(tuple(map(int, place)))
+                draws[stream, loader.corpus.sources[source].langs_name].append(tuple(map(int, place)))
     return draws, mixture.state
 
 

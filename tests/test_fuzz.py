@@ -98,7 +98,7 @@ def state_of(directory: Path) -> Any:
         for shard, count in enumerate(source.counts.tolist()):
             records = [source.renumber_links(source.read(shard, record)) for record in range(count)]
             follows = source.lengths_and_continuations(shard, slice(None))[1].tolist()
-            found.append((source.name, records, follows))
+            found.append((source.langs_name, records, follows))
     return found
 
 

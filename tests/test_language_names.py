@@ -48,7 +48,7 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     sets = ["data.workers=0", "streams.tlm.samples=36", "streams.mlm.samples=8", "train.max_tokens=512"]
     languages = "[zh-CN-en, zh-CN-pt-BR, en-zh-Hant]"  # either way round
     loader = open_run("xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data])
-    names = {spec.name: sorted(loader.corpus.sources[s].name for s in spec.sources) for spec in loader.streams}
+    names = {spec.name: sorted(loader.corpus.sources[s].langs_name for s in spec.sources) for spec in loader.streams}
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hant", "zh-CN-pt-BR"]}
     tlm = next(spec for spec in loader.streams if spec.name == "tlm")
     sizes = [source.records for source in loader.corpus.sources]

@@ -134,7 +134,7 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     sets = ["data.workers=0", "data.languages=[eng, ger]", "streams.mlm.languages=[ger]"]
     _, corpus = resolve_run("xlm", sets, [tmp_path / "data"])
     assert corpus.languages == ["de", "en"]
-    streams = {spec.name: {corpus.sources[s].name for s in spec.sources} for spec in corpus.streams.last}
+    streams = {spec.name: {corpus.sources[s].langs_name for s in spec.sources} for spec in corpus.streams.last}
     assert streams == {"mlm": {"de"}, "tlm": {"en-de"}}
     assert [lexicon.name for lexicon in corpus.measured] == ["en-de"]
     assert {corpus.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}

@@ -34,8 +34,8 @@ class FakeSource:
 
     def __init__(self, langs: str, counts: list[int], longest: int = 40, together: float = 0.0):
         """together: share of the records that go on the document of the record before."""
-        self.name, self.fingerprint = langs, f"{langs} {counts}"
-        self.sorted_name = "-".join(sorted(langs.split("-")))
+        self.langs_name, self.fingerprint = langs, f"{langs} {counts}"
+        self.sorted_langs_name = "-".join(sorted(langs.split("-")))
         self.counts, self.records = np.array(counts), sum(counts)
         self.remote = None
         self.sizes = [np.random.default_rng(i).integers(1, longest, count) for i, count in enumerate(counts)]

@@ -476,7 +476,7 @@ def test_find_sources(demo: Path, mono: Path) -> None:
     assert [source.directory.name for source in find_sources([demo])] == [
         "mono_en", "mono_xx", "mono_yy", "pairs", "pairs_yy",
     ]  # fmt: skip
-    assert [source.name for source in find_sources([mono, demo / "pairs"])] == ["en", "en-xx"]
+    assert [source.langs_name for source in find_sources([mono, demo / "pairs"])] == ["en", "en-xx"]
     with pytest.raises(UserError, match="tokenizer"):
         find_sources([demo / "tokenizer"])
 

@@ -68,7 +68,7 @@ def planned_hardware(ds_config: Path) -> Hardware:
 def data_lines(corpus: Corpus) -> Iterator[str]:
     for source in corpus.sources:
         yield (
-            f"{source.sorted_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
+            f"{source.sorted_langs_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
             f"{sum(shard.bytes for shard in source.shards) / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
             f"{redact(source.remote.url) if source.remote else source.directory}"
         )

@@ -58,7 +58,7 @@ class Corpus:
         """Return the values that must be the same when a run resumes."""
         sources = list[dict[str, Any]]()
         for source in self.sources:
-            sources.append({"source": source.name, "fingerprint": source.fingerprint})
+            sources.append({"source": source.langs_name, "fingerprint": source.fingerprint})
         lexicons = list[dict[str, Any]]()
         for lexicon in self.lexicons:
             entry = {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint}

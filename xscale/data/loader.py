@@ -114,7 +114,9 @@ class StepDataset(Dataset):
         self.streams = streams
         self.contexts = contexts
         self.readahead = readahead
-        self.source_keys = np.array([rng.key(source.name, source.fingerprint) for source in sources], dtype=np.uint64)
+        self.source_keys = np.array(
+            [rng.key(source.langs_name, source.fingerprint) for source in sources], dtype=np.uint64
+        )
 
     def __getitem__(self, plan: Plan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):

@@ -284,7 +284,7 @@ class Mixture:
             return kept
         order = EpochOrder(
             opened.counts,
-            rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
+            rng.key(self.seed, stream.name, "order", opened.langs_name, opened.fingerprint),
             position.epoch,
             look=partial(lengths_and_continuations_of_shards, opened),
             estimate=partial(self.calibration.estimated_tokens, source),
@@ -332,12 +332,12 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: S
     """
     size_of_pair = defaultdict[str, float](float)
     for number in stream.active_sources:
-        size_of_pair[sources[number].sorted_name] += sizes[number]
+        size_of_pair[sources[number].sorted_langs_name] += sizes[number]
     total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))
     for place, number in enumerate(stream.sources):
         if number not in stream.idle:
-            size = size_of_pair[sources[number].sorted_name]
+            size = size_of_pair[sources[number].sorted_langs_name]
             weights[place] = size**alpha / total * sizes[number] / size
     return weights
 

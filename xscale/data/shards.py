@@ -95,11 +95,11 @@ class Source:
         return "pair" if len(self.langs) == 2 else "mono"
 
     @property
-    def name(self) -> str:
+    def langs_name(self) -> str:
         return "-".join(self.langs)
 
     @property
-    def sorted_name(self) -> str:
+    def sorted_langs_name(self) -> str:
         return sorted_pair_name(self.langs)
 
     @cached_property

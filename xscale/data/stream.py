@@ -53,7 +53,7 @@ class Stream:
         are idle. sources: the sources of the run."""
         names = set[str]()
         for number in read_in_any_phase:
-            names.update((sources[number].sorted_name, *sources[number].langs))
+            names.update((sources[number].sorted_langs_name, *sources[number].langs))
         return replace(
             self,
             sources=tuple(sorted(read_in_any_phase)),
@@ -116,7 +116,7 @@ def check_data_languages(languages: list[str] | None, sources: list[Source]) -> 
     if absent:
         available = set[str]()
         for source in sources:
-            available |= {source.sorted_name, *source.langs}
+            available |= {source.sorted_langs_name, *source.langs}
         raise UserError(
             f"data.languages: --data has no text in {', '.join(absent)}, only in {', '.join(sorted(available))}. "
             "Correct data.languages, or add shards to --data"
@@ -146,7 +146,7 @@ def select_sources(
     chosen = matching_sources(record_kind, wanted, sources)
     absent = absent_languages(languages, [sources[number] for number in chosen])
     if absent or not chosen:
-        available = ", ".join(f"{source.sorted_name} ({source.kind})" for source in sources)
+        available = ", ".join(f"{source.sorted_langs_name} ({source.kind})" for source in sources)
         missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""
         raise UserError(
             f"streams.{stream} reads {'sentence pairs' if record_kind == 'pair' else 'monolingual text'}{missing}, "

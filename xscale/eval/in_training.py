@@ -112,7 +112,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     if not streams:
         raise UserError(
             "no stream of the recipe can read the evaluation data "
-            f"({', '.join(source.sorted_name for source in sources)}). Use other data, or remove the task"
+            f"({', '.join(source.sorted_langs_name for source in sources)}). Use other data, or remove the task"
         )
     return streams
 
@@ -204,12 +204,12 @@ class RetrievalTask:
 
     def measure(self) -> Results:
         """Return the results row `all` with the mean accuracy, and a row for each source."""
-        pairs = [source.sorted_name for source in self.sources]
+        pairs = [source.sorted_langs_name for source in self.sources]
         results: Results = {}
         self.model.encoder.eval()
         for source, texts in zip(self.sources, self.texts, strict=True):
             self.show_progress()
-            row = source.sorted_name
+            row = source.sorted_langs_name
             if pairs.count(row) > 1:
                 row += f" ({source.directory})"
             (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()

@@ -183,7 +183,9 @@ def plan_alignment(args: argparse.Namespace, sources: list[Source]) -> list[Resu
             sources=sources,
             lexicon_paths=list(dict.fromkeys(paths)),
         )
-        rows.setdefault(source.sorted_name, ResultsRow("alignment", source.sorted_name, source.directory, evaluate))
+        rows.setdefault(
+            source.sorted_langs_name, ResultsRow("alignment", source.sorted_langs_name, source.directory, evaluate)
+        )
     return list(rows.values())
 
 
@@ -191,7 +193,7 @@ def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[Result
     rows = []
     for source in require_pair_sources(args, sources):
         evaluate = partial(heldout.evaluate, source=source, limit=args.limit or RECORDS)
-        rows.append(ResultsRow("heldout", source.sorted_name, source.directory, evaluate))
+        rows.append(ResultsRow("heldout", source.sorted_langs_name, source.directory, evaluate))
     return rows
 
 
@@ -219,7 +221,9 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            row = ResultsRow("retrieval", source.sorted_name, source.directory, partial(evaluate, source.langs, read))
+            row = ResultsRow(
+                "retrieval", source.sorted_langs_name, source.directory, partial(evaluate, source.langs, read)
+            )
             rows.append(row)
     return rows
 

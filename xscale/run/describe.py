@@ -119,7 +119,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
             if stream.reads_running_text:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
-            texts.append(f"{loader.corpus.sources[number].sorted_name} {weight:.2%} ({epochs:,.2f} epochs)")
+            texts.append(f"{loader.corpus.sources[number].sorted_langs_name} {weight:.2%} ({epochs:,.2f} epochs)")
         yield (
             f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. Each language's share of the "
             f"samples, and the epochs of its data over the whole run: {', '.join(texts)}"
