@@ -252,7 +252,7 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     number = 0
     try:
-        elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
+        elements = iterparse(BlockFile(read_blocks(path, accept_utf16=True)), events=("start", "end"))
         _, body = next(elements)
         if local_tag_name(body) != "tmx":
             raise UserError(

@@ -19,7 +19,7 @@ from xscale.eval.alignment_score import (
     ProbeWords,
     collect_probe_words,
     collect_probe_words_of_run,
-    token_ids_of_language,
+    distinct_token_ids_in_sample,
     token_ids_trained_on,
 )
 from xscale.metric_keys import MetricKey
@@ -60,7 +60,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     """Of every record of every source; the source language's own do not."""
     sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
-    tokens = {language: token_ids_of_language(language, sources, tokenizer) for language in ("en", "xx")}
+    tokens = {language: distinct_token_ids_in_sample(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
     for words in collect_probe_words([lexicon], [], 0.2, tokens).values():
@@ -87,7 +87,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)
-    token_ids_of_language("xx", sources, tokenizer)
+    distinct_token_ids_in_sample("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
     assert numbers == shards.sample_records(1200, 128).tolist() and len(numbers) == 128
     assert 50 < sum(n < 600 for n in numbers) < 78

@@ -24,7 +24,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext
-from xscale.data.text import piece_of_text
+from xscale.data.text import stripped_piece_of_text
 from xscale.data.tokenizer import Tokenizer
 from xscale.objectives import mlm
 
@@ -243,7 +243,7 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
 )
 def test_stretches_are_the_text(text: str) -> None:
     for of in (1, 2, 7, 30):
-        found = [piece_of_text(text, number, of) for number in range(of)]
+        found = [stripped_piece_of_text(text, number, of) for number in range(of)]
         assert "".join("".join(found).split()) == "".join(text.split())
         assert max(map(len, found)) <= 1.6 * len(text) / of + 1
         assert not any(part.startswith("\u0301") for part in found), "a mark without its letter"

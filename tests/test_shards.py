@@ -198,11 +198,11 @@ def test_mixed_languages_are_refused(tmp_path: Path) -> None:
 
 def test_a_spread_is_the_source_in_few_shards(copy: Path) -> None:
     source = Source(copy)
-    few = source.with_few_shards(2)
+    few = source.with_evenly_spaced_shards(2)
     assert few.counts.tolist() == [300, 100] and [shard.name[-5] for shard in few.shards] == ["0", "2"]
     assert few.read(1, 99) == source.read(2, 99) and few.records == source.records == 700
     assert few.byte_lengths(1, slice(None)).tolist() == source.byte_lengths(2, slice(None)).tolist()
-    assert source.with_few_shards(9).counts.tolist() == source.counts.tolist()
+    assert source.with_evenly_spaced_shards(9).counts.tolist() == source.counts.tolist()
 
 
 def test_slow_calls_are_made_by_several_threads_in_order() -> None:
@@ -280,7 +280,7 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
 
     all_idx = [f"mono-{shard:06d}.idx" for shard in range(3)]
     assert idx_read_for(Source(copy)) == []
-    few = Source(copy).with_few_shards(2)
+    few = Source(copy).with_evenly_spaced_shards(2)
     assert (few.byte_lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
     whole = (copy / "entries").read_bytes()
     for damaged, read in (

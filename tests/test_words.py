@@ -15,7 +15,7 @@ from tests import word_table
 from xscale.data import words
 from xscale.data.link_projection import character_indices_of_words, project_links
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import segment_into_words, split_words_and_symbols
+from xscale.data.words import segment_into_words_and_symbols, split_words_and_symbols
 
 U = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 Z, J, T = "\u200b", "\u200d", "\U0001f3fb-\U0001f3ff"
@@ -29,7 +29,7 @@ REFERENCE = (
 
 def spans(texts: list[str]) -> list[list[tuple[int, int]]]:
     """(first character, end) of each word of each text, by a loop."""
-    found = segment_into_words(texts)
+    found = segment_into_words_and_symbols(texts)
     made = []
     for number in range(len(texts)):
         of: dict[int, tuple[int, int]] = {}

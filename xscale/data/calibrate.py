@@ -42,7 +42,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
     """Return the calibration of a run and its phases. All ranks of `host_group` call it together and get the same
     result."""
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
-    sources = [source.with_few_shards(shards) for source in corpus.sources]
+    sources = [source.with_evenly_spaced_shards(shards) for source in corpus.sources]
     records = min(max(LINE_RECORDS // len(sources), 8), 32)
     fits = list[Callable[[], tuple[float, float]]]()
     for source in sources:

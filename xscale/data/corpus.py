@@ -158,7 +158,7 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
             # One rank does it, because it reads a record of each source whose index.json has no `linked`.
-            chosen = host_group.value_from_main(partial(select_linked_sources, name, chosen, sources))
+            chosen = host_group.value_from_main(partial(select_sources_with_word_links, name, chosen, sources))
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -195,7 +195,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
+def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
     """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has, or if some
     pairs of a source have none."""
     with_links = tuple(number for number in chosen if sources[number].linked_pairs)

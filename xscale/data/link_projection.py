@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from xscale.data.words import segment_into_words
+from xscale.data.words import segment_into_words_and_symbols
 
 LINKS = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 _LINK_WORD = re.compile(r"[^ \t\n]+")
@@ -60,7 +60,7 @@ def project_links(
     tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves.
     links_number_words: True if `links` numbers words of data/words.py already. Raises ValueError.
     """
-    segmented = segment_into_words(list(texts))
+    segmented = segment_into_words_and_symbols(list(texts))
     is_word = list[np.ndarray]()
     words = list[list[list[int]]]()
     """For each text and each of the words that `links` numbers: the words of the text that this word overlaps."""

@@ -41,7 +41,8 @@ from xscale.recipe import Recipe, Schedule
 from xscale.record import Record
 
 CHARACTERS = 64
-"""The maximum number of characters of a text for each token of data.max_length. The rest is cut (cut_long_texts)."""
+"""The maximum number of characters of a text for each token of data.max_length. The rest is cut
+(cut_texts_before_tokenization)."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, and the highest default on a GPU. A CPU's caches have room for such a row.
 A GPU takes much longer for such a row than its host."""
@@ -179,7 +180,7 @@ class StepDataset(Dataset):
             source = self.sources[source_number]
             record = source.read(shard, record_number, self.readahead)
             if not stream.reads_running_text:
-                record = cut_long_texts(record, words_wanted, context)
+                record = cut_texts_before_tokenization(record, words_wanted, context)
             if words_wanted:
                 record = source.renumber_links(record)
             records.append(record)
@@ -258,16 +259,16 @@ def count_drawn_and_overlong_pairs(stream: str, examples: list[Example], context
     return counts
 
 
-def cut_long_texts(pair: Record, words: bool, context: CollateContext) -> Record:
+def cut_texts_before_tokenization(pair: Record, needs_words: bool, context: CollateContext) -> Record:
     """Return the pair with its texts cut to CHARACTERS * max_length characters, because tokenisation of very long texts
-    takes long. words: whether the stream needs the pair's words. If so, a pair is cut only if data.overlong drops it
-    afterwards."""
+    takes long. needs_words: whether the stream needs the pair's words. If so, a pair is cut only if data.overlong drops
+    it afterwards."""
     limit = CHARACTERS * context.max_length
-    if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
+    if max(map(len, pair.texts)) <= limit or (needs_words and context.overlong != "drop"):
         return pair
     first, second = pair.texts
     cut = pair._replace(texts=(first[:limit], second[:limit]))
-    return cut._replace(links="") if words else cut
+    return cut._replace(links="") if needs_words else cut
 
 
 def cut_points_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:

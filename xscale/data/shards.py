@@ -33,7 +33,7 @@ from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Remote, cache_folder, open_remote
-from xscale.data.text import piece_of_text
+from xscale.data.text import stripped_piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, check_link, placeholder_problem, sha256_file
 from xscale.record import Record, Shard, parse_json, parse_tar_sample
@@ -128,9 +128,10 @@ class Source:
         self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
 
-    def with_few_shards(self, most: int) -> "Source":
-        """Return a copy with at most `most` of the shards, evenly spaced. Its `records` still counts all records."""
-        chosen = evenly_spaced(len(self.counts), most)
+    def with_evenly_spaced_shards(self, max_shards: int) -> "Source":
+        """Return a copy with at most `max_shards` of the shards, evenly spaced. Its `records` still counts all
+        records."""
+        chosen = evenly_spaced(len(self.counts), max_shards)
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
         source.counts = self.counts[chosen]
@@ -322,7 +323,7 @@ class Source:
         parts = int(same.sum())
         if parts == 1:
             return whole
-        text = piece_of_text(whole.texts[0], number, parts)
+        text = stripped_piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _offset_length_crc(self, shard: int, record: int) -> tuple[int, int, int]:

@@ -79,15 +79,15 @@ def means_language(name: str, lang: str) -> bool:
     return name == lang or (not is_pair and may_name_same_language(name, lang))
 
 
-def languages_meant(name: str, langs: tuple[str, ...]) -> set[str]:
-    """Return those of one or two languages that a name means: both if it means the pair, such as eng-deu or deu-eng for
-    (en, de)."""
-    parts = name.split("-")
+def languages_meant(language_or_pair: str, langs: tuple[str, ...]) -> set[str]:
+    """Return those of one or two languages that `language_or_pair` means: both if it means the pair, such as eng-deu
+    or deu-eng for (en, de)."""
+    parts = language_or_pair.split("-")
     for end in range(1, len(parts)):
         for first, second in permutations(langs, 2):
             if means_language("-".join(parts[:end]), first) and means_language("-".join(parts[end:]), second):
                 return {first, second}
-    return {lang for lang in langs if means_language(name, lang)}
+    return {lang for lang in langs if means_language(language_or_pair, lang)}
 
 
 def unify_language_names(sources: list[Source], preferred: Collection[str] = ()) -> None:

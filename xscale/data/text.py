@@ -61,9 +61,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         )
 
 
-def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks. A file with a suffix of compression is decompressed. is_xml: accept UTF-16
-    as text, too. Raises UserError, also if the file is empty, a pointer of Git LFS, a web page, or not text."""
+def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
+    """Yield the bytes of a file in blocks. A file with a suffix of compression is decompressed. accept_utf16: accept
+    UTF-16 as text, too. Raises UserError, also if the file is empty, a pointer of Git LFS, a web page, or not text."""
     lines = 0
     try:
         with path.open("rb") as file:
@@ -78,7 +78,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
                 line = block.partition(b"\n")[0]
-                if lines == 0 and not is_xml and 3 * line.count(0) > len(line) >= 8:
+                if lines == 0 and not accept_utf16 and 3 * line.count(0) > len(line) >= 8:
                     raise UserError(f"{path} has binary data instead of lines of text. {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
@@ -146,7 +146,7 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(rest)
 
 
-def piece_of_text(text: str, number: int, pieces: int) -> str:
+def stripped_piece_of_text(text: str, number: int, pieces: int) -> str:
     """Cut a text into `pieces` pieces of similar length, and return piece `number` without outer white space.
 
     A piece ends at the last white space in its second half. If there is none, it ends at the last place in that half

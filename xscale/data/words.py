@@ -74,7 +74,7 @@ class Segmented(NamedTuple):
     """True for each word, False for each symbol, over all texts."""
 
 
-def segment_into_words(texts: list[str]) -> Segmented:
+def segment_into_words_and_symbols(texts: list[str]) -> Segmented:
     """Return the words and symbols of all texts."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
@@ -181,7 +181,7 @@ def token_words(texts: list[str], token_counts: np.ndarray, spans: np.ndarray) -
     A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does
     not belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
-    segmented = segment_into_words([*texts, "."])  # so that there is at least one symbol
+    segmented = segment_into_words_and_symbols([*texts, "."])  # so that there is at least one symbol
     text_of = np.repeat(np.arange(len(token_counts)), token_counts)
     tokens, words = _pairs_of_token_and_word(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
@@ -232,7 +232,7 @@ def character_class(character: str) -> int:
 def split_words_and_symbols(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     """Return for each text its words and symbols in order, and an array that is True for each word and False for each
     symbol."""
-    segmented = segment_into_words(texts)
+    segmented = segment_into_words_and_symbols(texts)
     inside = np.flatnonzero(segmented.word_of >= 0)
     word_of = segmented.word_of[inside]
     starts = inside[np.flatnonzero(np.diff(word_of, prepend=-1))].tolist()

@@ -122,7 +122,7 @@ def token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     return np.array(sorted(ids), dtype=np.int64)
 
 
-def token_ids_of_language(
+def distinct_token_ids_in_sample(
     language: str, sources: list[Source], tokenizer: Tokenizer, show_progress: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
@@ -156,7 +156,7 @@ def evaluate(
         source, target = lexicon.langs
         if {*find_spellings(source, langs), *find_spellings(target, langs)} == set(langs):
             measured.append(lexicon)
-            tokens[target] = token_ids_of_language(target, sources, model.tokenizer)
+            tokens[target] = distinct_token_ids_in_sample(target, sources, model.tokenizer)
     if not measured:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(langs)}. Write --lexicons "
@@ -186,7 +186,7 @@ def collect_probe_words_of_run(
     counts: list[Callable[[], np.ndarray]] = []
     for language in languages:
         show_progress = partial(note_progress, f"counting tokens of {language}")
-        counts.append(partial(token_ids_of_language, language, corpus.sources, corpus.tokenizer, show_progress))
+        counts.append(partial(distinct_token_ids_in_sample, language, corpus.sources, corpus.tokenizer, show_progress))
     tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
     if not host_group.is_main:
         return {}

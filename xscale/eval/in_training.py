@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, check_file_sizes, select_linked_sources
+from xscale.data.corpus import Corpus, check_file_sizes, select_sources_with_word_links
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
@@ -105,7 +105,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     for stream in corpus.streams.last:
         chosen = matching_sources(stream.objective.record_kind, recipe.streams[stream.name].languages, sources)
         if chosen and stream.objective.needs == "links":
-            chosen = select_linked_sources(stream.name, chosen, sources)
+            chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:
             stream = replace(stream, sources=chosen).with_sources_of_all_phases(sources, chosen)
             streams.append(replace(stream, samples=stream.record_count(sources)))
