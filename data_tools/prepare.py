@@ -127,7 +127,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     for source in plan.corpus.sources:
         paths += [*source.paths, *plan.corpus.rules_for(source).paths]
     for path in map(Path, paths):
-        for file in files.list_files(path) if path.is_dir() else filter(Path.is_file, [path]):
+        for file in files.list_visible_files(path) if path.is_dir() else filter(Path.is_file, [path]):
             stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run

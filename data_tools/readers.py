@@ -19,7 +19,7 @@ from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
-from xscale.files import list_files, placeholder_problem
+from xscale.files import list_visible_files, placeholder_problem
 from xscale.record import Record, parse_json, record_from_members
 
 from .corpus import SourceSpec
@@ -206,7 +206,7 @@ def input_files(paths: list[Path]) -> list[Path]:
     files = list[Path]()
     for path in paths:
         if path.is_dir():
-            files += list_files(path)
+            files += list_visible_files(path)
         else:
             files.append(path)
     if not files:

@@ -374,7 +374,7 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     (tmp_path / "status.json").unlink()
     with pytest.raises(UserError) as taken:
         first.check_not_taken_over()
-    status.write_failure(taken.value)
+    status.record_failure(taken.value)
     assert not (tmp_path / "status.json").exists()
 
 

@@ -123,8 +123,8 @@ def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     first.write_running({})
     second.write_running({})
     assert read(tmp_path)[0] == "running"
-    second.write_failure(UserError("record 7 is damaged"))
-    first.write_failure(RuntimeError("Connection closed by peer"))
+    second.record_failure(UserError("record 7 is damaged"))
+    first.record_failure(RuntimeError("Connection closed by peer"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
     first.write_running({})  # the next start
     second.write_end(STOPPED, "told")
@@ -137,27 +137,27 @@ def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Path) -> None:
     new, other, shards = tmp_path / "new", tmp_path / "other", tmp_path / "shards"
     error = UserError("no such field")
-    run(new, 1, False).write_failure(error)
+    run(new, 1, False).record_failure(error)
     assert not new.exists()
     for _ in range(2):
-        run(new, 0, False).write_failure(error)
+        run(new, 0, False).record_failure(error)
         assert read(new) == ("failed", 2, "no such field", 0)
     assert [path.name for path in new.iterdir()] == [STATUS]
     for folder, name in ((other, STATUS), (shards, "index.json")):
         folder.mkdir()
         (folder / name).write_text("{}")
-    run(shards, 0, False).write_failure(error)
+    run(shards, 0, False).record_failure(error)
     assert not (shards / STATUS).exists()
-    run(other, 0, False).write_failure(DirectoryTaken("another run's"))
+    run(other, 0, False).record_failure(DirectoryTaken("another run's"))
     with (other / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run(other, 0, False).write_failure(error)  # in use
+        run(other, 0, False).record_failure(error)  # in use
         assert (other / STATUS).read_text() == "{}"
-    run(other, 0, False).write_failure(error)
+    run(other, 0, False).record_failure(error)
     assert read(other)[0] == "failed"
     (other / "lock").unlink()
     (other / "lock").mkdir()  # cannot be opened, like another user's lock
-    run(other, 0, False).write_failure(UserError("later"))
+    run(other, 0, False).record_failure(UserError("later"))
     assert "later" not in (other / STATUS).read_text()
 
 
@@ -167,19 +167,19 @@ def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
     first.set_steps_done(8)
     first.write_end(DONE, "8 of 8 steps")
     done = json.loads((tmp_path / STATUS).read_text())
-    run(tmp_path, 0, False).write_failure(UserError("no such field"))
+    run(tmp_path, 0, False).record_failure(UserError("no such field"))
     assert json.loads((tmp_path / STATUS).read_text()) == done
     for rank in (1, 0):
         again = run(tmp_path, rank, True)
         again.write_running(done)
-        again.write_failure(UserError("--fork: another run"))
+        again.record_failure(UserError("--fork: another run"))
     assert json.loads((tmp_path / STATUS).read_text()) == done
     again.write_running(done)
-    again.write_failure(RuntimeError("CUDA out of memory"))
+    again.record_failure(RuntimeError("CUDA out of memory"))
     assert read(tmp_path)[:2] == ("failed", 2), "this start was not refused"
     again.set_steps_done(8)
     again.write_running(done)
-    again.write_failure(UserError("record 7 is damaged"))
+    again.record_failure(UserError("record 7 is damaged"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 0)
 
 

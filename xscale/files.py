@@ -233,7 +233,7 @@ def check_link(path: Path) -> None:
         )
 
 
-def list_files(folder: Path) -> list[Path]:
+def list_visible_files(folder: Path) -> list[Path]:
     """Return the files in a folder and in the folders below it, sorted, without hidden ones. Symbolic links are
     followed, and a folder to which several links lead is read once. Raises UserError for a link to nothing, and
     OSError for a folder that cannot be read: without these errors, a part of a text would be lost."""

@@ -284,16 +284,16 @@ class HostGroup:
 
     def value_from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
-        values = [value_or_error(make) if self.is_main else None]
+        values = [value_or_user_error(make) if self.is_main else None]
         if self.group is not None:
             dist.broadcast_object_list(values, src=0, group=self.group)
-        return raise_if_error(values[0])
+        return raise_if_user_error(values[0])
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
         raised on all ranks."""
-        values = value_or_error(lambda: [work() for work in works[self.rank :: self.size]])
-        values_of_ranks = list(map(raise_if_error, self.gather(values)))
+        values = value_or_user_error(lambda: [work() for work in works[self.rank :: self.size]])
+        values_of_ranks = list(map(raise_if_user_error, self.gather(values)))
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def barrier(self) -> None:
@@ -301,7 +301,7 @@ class HostGroup:
         self.begin_sum([0])()
 
 
-def value_or_error(make: Callable[[], Any]) -> Any:
+def value_or_user_error(make: Callable[[], Any]) -> Any:
     """Return what `make` returns, or the UserError that it raises."""
     try:
         return make()
@@ -309,8 +309,8 @@ def value_or_error(make: Callable[[], Any]) -> Any:
         return error
 
 
-def raise_if_error(value: Any) -> Any:
-    """Return the result of `value_or_error`, which may be another rank's, or raise the UserError that it is."""
+def raise_if_user_error(value: Any) -> Any:
+    """Return the result of `value_or_user_error`, which may be another rank's, or raise the UserError that it is."""
     if isinstance(value, UserError):
         raise value
     return value

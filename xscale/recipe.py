@@ -506,7 +506,7 @@ def build_recipe(
                 fields = fields | {"steps": BY_EPOCHS}
             sections[name] = read_section(SECTIONS[name], fields, name, problems)
         elif name not in (*SECTIONS, "streams"):
-            problems.append(unknown_key_message(name, "a recipe", (*SECTIONS, "streams", "phases")))
+            problems.append(unknown_or_removed_key_message(name, "a recipe", (*SECTIONS, "streams", "phases")))
     streams = tree.get("streams")
     if not streams or not isinstance(streams, dict):
         problems.append("streams: the recipe needs at least one stream, such as {mlm: {objective: mlm, samples: 64}}")
@@ -654,7 +654,7 @@ def field_names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def unknown_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
+def unknown_or_removed_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
     return removed_field_error(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
@@ -668,7 +668,9 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
         is_inner = len(details["loc"]) > 1
-        return f"{name}: unknown field. Remove the field" if is_inner else unknown_key_message(name, where, keys)
+        if is_inner:
+            return f"{name}: unknown field. Remove the field"
+        return unknown_or_removed_key_message(name, where, keys)
     if kind == "missing":
         return f"{name}: the value is missing. Write a value"
     message = details["msg"].removeprefix("Value error, ")

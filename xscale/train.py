@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except Exception as error:
         if status:
-            status.write_failure(error)
+            status.record_failure(error)
         code, message = exit_code_and_message(error)
         if code == FAULT:
             raise

@@ -17,7 +17,7 @@ from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
-WrittenFilesOrError = dict[str, dict[str, Any]] | OSError
+WrittenFilesOrOSError = dict[str, dict[str, Any]] | OSError
 """The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
 
@@ -106,7 +106,7 @@ class CheckpointManager:
             contents[store.AUXILIARY_STATES] = auxiliary
         return contents
 
-    def _try_write(self, step: int) -> WrittenFilesOrError:
+    def _try_write(self, step: int) -> WrittenFilesOrOSError:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = None
         if self.host_group.is_main:
@@ -142,7 +142,7 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFilesOrError) -> str:
+    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFilesOrOSError) -> str:
         """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
         message, or an empty string. written: the files of this rank."""
         problems = list[str]()
@@ -182,7 +182,7 @@ def unwrap_os_error(error: Exception) -> Exception:
     return error
 
 
-def check_files_can_be_loaded(folder: Path, written: WrittenFilesOrError) -> None:
+def check_files_can_be_loaded(folder: Path, written: WrittenFilesOrOSError) -> None:
     """Remove the folder and raise UserError if a resume would refuse one of the written files. This happens if a new
     version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
     if isinstance(written, OSError):

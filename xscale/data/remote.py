@@ -146,10 +146,10 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Return a context that only one thread of this machine can enter at a time. path: the lock's file. Raises OSError
-    if it is a link, because a link may lead to any file."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+def locked(lock_file: Path) -> Iterator[None]:
+    """Return a context that only one thread of this machine can enter at a time. Raises OSError if `lock_file`
+    is a link, because a link may lead to any file."""
+    fd = os.open(lock_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -233,7 +233,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
     path}}."""
     texts: dict[str, dict[str, Path]] = {}
-    for path in files.list_files(folder) if folder.is_dir() else []:
+    for path in files.list_visible_files(folder) if folder.is_dir() else []:
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:

@@ -247,7 +247,7 @@ def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = Non
     return keep.mul_(2**16 / (2**16 - drop)).view(like.shape)
 
 
-class _Dropout(torch.autograd.Function):
+class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
         keep = dropout_mask(x, p)
@@ -262,6 +262,6 @@ class _Dropout(torch.autograd.Function):
 def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
     """Return `F.dropout(x, p)`, plus the residual if there is one. Masks are drawn from torch's global generator."""
     if p and x.device.type == "cpu":
-        return _Dropout.apply(x, residual, p)
+        return _DropoutAdd.apply(x, residual, p)
     dropped = F.dropout(x, p) if p else x
     return dropped if residual is None else residual + dropped

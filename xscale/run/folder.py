@@ -302,7 +302,7 @@ class Status:
         """Return whether no rank has written yet why it ended."""
         return read_status(self.out).get("status") == "running"
 
-    def write_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Log an error that ends the run, and write it to status.json if `out` belongs to this run. If the run was done
         before, and the command is refused before its first step, such as for a wrong --fork, the run is still done."""
         LOG.debug("".join(traceback.format_exception(error)))

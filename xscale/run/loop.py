@@ -158,7 +158,7 @@ class Trainer:
         if measure:
             numbers |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.metrics(agreed.cost, seconds, self.context.process.world)
+        numbers |= self.flops.gpu_metrics(agreed.cost, seconds, self.context.process.world)
         numbers["step_s"] = seconds
         numbers["tokens_per_s"] = agreed.cost["tokens"] / seconds
         numbers["samples_per_s"] = agreed.samples / seconds

@@ -273,7 +273,7 @@ class RunMetrics:
             entries.append(step.metrics_line(sums, summed[2 * number + 1].tolist(), self.recipe) | pace)
         for entry in entries:
             self.lines.write(entry)
-            self.log_progress(entry)
+            self.log_progress_if_due(entry)
         self.lines.try_flush()
         self.trace.try_flush()
         self.board.write(entries)
@@ -338,7 +338,7 @@ class RunMetrics:
             f"step {number}: {what} is not finite. {path} lists the records of step {number}. {remedy}"
         ) from None
 
-    def log_progress(self, entry: dict[str, Any]) -> None:
+    def log_progress_if_due(self, entry: dict[str, Any]) -> None:
         """Log a progress line from time to time, such as
         `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
         step = entry["step"]

@@ -80,13 +80,13 @@ class StepSynchronizer:
         self.read_s = 0.0
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
-            self.pending.append(self._announce(self._read(batches)))
+            self.pending.append(self._announce(self._try_read(batches)))
         agree = self.pending.popleft()
         self.context.watch.note(f"waiting for the other ranks to begin step {self.announced - len(self.pending)}")
         return agree()
 
-    def _read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
-        """Read this rank's part of the next step. Return None after an error."""
+    def _try_read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
+        """Return this rank's part of the next step; None if it could not be read. `self.error` has the error."""
         self.context.watch.note(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:

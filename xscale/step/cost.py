@@ -232,7 +232,7 @@ class StepFlops:
             within = length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
-    def metrics(self, cost: Mapping[str, int], seconds: float, world: int) -> dict[str, float]:
+    def gpu_metrics(self, cost: Mapping[str, int], seconds: float, world: int) -> dict[str, float]:
         """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost: the sum of Row.cost over all ranks."""
         if not torch.cuda.is_available():
             return {}
