@@ -86,7 +86,7 @@ class Cleaner:
         self.removed = RemovalCounts()
         self.changes = [change for name, change in NORMALISE.items() if name in rules.normalise]
 
-    def clean(self, unit: Unit) -> Unit | None:
+    def clean_and_split(self, unit: Unit) -> Unit | None:
         """Return a unit with clean sides or sentences; None if a rule removes the unit. Its field `linked` has the
         texts that its links belong to."""
         if not unit.texts:

@@ -310,7 +310,7 @@ class Corpus(Strict):
         return sorted(languages)
 
     @property
-    def aligned_directions(self) -> list[tuple[str, ...]]:
+    def directions_to_word_align(self) -> list[tuple[str, ...]]:
         """Return the ordered pairs of languages whose pairs are aligned; [] without `align`."""
         if not self.align:
             return []

@@ -94,7 +94,7 @@ def check_corpus(corpus: Corpus) -> None:
         cached_tokenizer(corpus.tokenizer)
     if corpus.lexicons:
         check_lexicons(corpus)
-    if corpus.aligned_directions:
+    if corpus.directions_to_word_align:
         word_aligner.find_aligner()
 
 

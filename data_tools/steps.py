@@ -183,7 +183,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
     kept = list[Unit]()
     for raw in read_unit_file(folder / f"raw/{chunk.source}/{chunk.part:06d}.jsonl"):
         counts["read"] += 1
-        unit = cleaner.clean(raw)
+        unit = cleaner.clean_and_split(raw)
         if unit is None:
             continue
         links = None
@@ -232,7 +232,7 @@ def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.n
     return np.hstack(columns)
 
 
-def select_units(folder: Path, group_number: int) -> None:
+def write_unit_states(folder: Path, group_number: int) -> None:
     """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = read_plan(folder).corpus
     group = corpus.groups[group_number]
@@ -312,7 +312,7 @@ def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, in
 def align_direction(folder: Path, direction_number: int) -> None:
     """Give word links to all pairs of a direction that have none, by one run of the aligner."""
     corpus = read_plan(folder).corpus
-    langs = corpus.aligned_directions[direction_number]
+    langs = corpus.directions_to_word_align[direction_number]
     chunks = [chunk for chunk in all_chunks(folder) if corpus.sources[chunk.source].langs == langs]
     if next(unlinked_pairs(folder, chunks), None) is None:
         return
@@ -543,8 +543,8 @@ def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
 STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
-    "select": PrepareStep(select_units, lambda folder: len(read_plan(folder).corpus.groups)),
-    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.aligned_directions)),
+    "select": PrepareStep(write_unit_states, lambda folder: len(read_plan(folder).corpus.groups)),
+    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.directions_to_word_align)),
     "tokenizer": PrepareStep(make_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
     "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
     "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),

@@ -24,7 +24,7 @@ from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
 from xscale.step.metrics import stream_metrics
 from xscale.step.module import StepModule, Sums
-from xscale.step.step import compute_row_loss, loss_keys, loss_weights, states_shared_by_rows
+from xscale.step.step import compute_row_loss, loss_keys, states_shared_by_rows, weights_of_term_sums
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -80,7 +80,7 @@ def compute_step(module: StepModule, loader: Loader, ranks: list[list[Row]]) -> 
     module.zero_grad()
     rows = [row.to(CPU) for rows in ranks for row in rows]
     totals = StepBatch(0, rows, {}).counts_without_languages()
-    weights = loss_weights(loader.recipe, totals, 0)
+    weights = weights_of_term_sums(loader.recipe, totals, 0)
     seeds = [(0, number) for number in range(len(rows))]
     loss, sums_of_rows = 0.0, []
     for row, shared, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):

@@ -14,7 +14,7 @@ from xscale.data.loader import Loader
 from xscale.data.packed_row import Row
 from xscale.models import flat
 from xscale.step.module import StepModule
-from xscale.step.step import compute_row_loss, encode_auxiliary, loss_weights
+from xscale.step.step import compute_row_loss, encode_auxiliary, weights_of_term_sums
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
@@ -58,7 +58,7 @@ def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeyp
     CPU the head, which looks whether the incoming gradient is 1."""
     monkeypatch.setattr(flat, "attention", lambda qkv_NX, *_: qkv_NX[:, : qkv_NX.shape[1] // 3])
     module = StepModule(launch.encoder(loader), loader.recipe)
-    weights = loss_weights(loader.recipe, totals_of([row]), 0)
+    weights = weights_of_term_sums(loader.recipe, totals_of([row]), 0)
     on_device = row.to(CPU)
     with Waits() as copies:
         for auxiliary in row.auxiliary.values():

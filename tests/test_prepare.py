@@ -297,10 +297,10 @@ def test_rules_change_and_remove_what_they_name() -> None:
     }
     kept[("abc", "abcdefghi")] = ["abc", "abcdefghi"]
     for texts, expected in kept.items():
-        clean = cleaner.clean(readers.Unit(1, [*texts]))
+        clean = cleaner.clean_and_split(readers.Unit(1, [*texts]))
         assert clean and clean.texts == expected
     for texts in gone:
-        assert cleaner.clean(readers.Unit(1, [*texts])) is None
+        assert cleaner.clean_and_split(readers.Unit(1, [*texts])) is None
     assert cleaner.removed.counts == Counter(gone.values())
     assert cleaner.removed.examples["ratio"] == [["abc", "abcdefghij"]]
 
@@ -359,11 +359,11 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     cleaner = cleaning.Cleaner(EN_DE, Rules(lid=True))
     german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
     english = "The weather is very nice today, and we are going to the park."
-    assert cleaner.clean(readers.Unit(1, [english, german]))
-    assert not cleaner.clean(readers.Unit(2, [german, english]))
-    assert cleaner.clean(readers.Unit(3, ["OK", "OK"])), "too few letters to tell"
+    assert cleaner.clean_and_split(readers.Unit(1, [english, german]))
+    assert not cleaner.clean_and_split(readers.Unit(2, [german, english]))
+    assert cleaner.clean_and_split(readers.Unit(3, ["OK", "OK"])), "too few letters to tell"
     spelled = SourceSpec(pairs=("eng_Latn", "deu"), text=["f", "g"])
-    assert not cleaning.Cleaner(spelled, Rules(lid=True)).clean(readers.Unit(2, [german, english]))
+    assert not cleaning.Cleaner(spelled, Rules(lid=True)).clean_and_split(readers.Unit(2, [german, english]))
     tree = {"sources": [{"mono": "en", "text": str(tmp_path / "a")}], "rules": {"lid": str(tmp_path / "model.bin")}}
     for name in ("a", "model.bin"):
         (tmp_path / name).write_text(f"{english}\n{german}\n")
@@ -627,7 +627,7 @@ def test_no_file_of_the_work_folder_runs_anything(tmp_path: Path, monkeypatch: p
     def replace_all(folder: Path, number: int) -> None:
         for path in folder.glob("clean/*"):
             path.write_bytes(pickle.dumps(Attack()))
-        steps.select_units(folder, number)
+        steps.write_unit_states(folder, number)
 
     monkeypatch.setitem(steps.STEPS, "select", steps.STEPS["select"]._replace(function=replace_all))
     with pytest.raises(ValueError):

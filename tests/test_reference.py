@@ -23,7 +23,7 @@ from xscale.recipe import RECIPES
 from xscale.step import step
 from xscale.step.metrics import stream_metrics
 from xscale.step.module import StepModule, Sums
-from xscale.step.step import compute_row_loss, loss_weights, optimizer_step
+from xscale.step.step import compute_row_loss, optimizer_step, weights_of_term_sums
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""
@@ -176,7 +176,7 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
     module, recipe = case.module, case.loader.recipe
     totals = totals_of([row for rows in ranks for row in rows])
-    weights = loss_weights(recipe, totals, 0)
+    weights = weights_of_term_sums(recipe, totals, 0)
     module.zero_grad()
     loss = torch.zeros(()).double()
     sums_of_rows = []
@@ -297,7 +297,7 @@ def piece_of_nothing(loader: Loader, name: str) -> StreamBatch:
 
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
     row = pack_row(stream_batches, case.loader.corpus.tokenizer.sep_id)
-    weights = loss_weights(case.loader.recipe, totals_of([row]), 0)
+    weights = weights_of_term_sums(case.loader.recipe, totals_of([row]), 0)
     loss, _ = pass_row(case.module, row, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
@@ -371,7 +371,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     """Of each stream alone, its weight included; several rows, two ranks. The step's own gradient stays as it was."""
     (ranks,) = rows_of_step(case.loader, 2, 100)
     totals = totals_of([row for rows in ranks for row in rows])
-    weights = loss_weights(case.loader.recipe, totals, 0)
+    weights = weights_of_term_sums(case.loader.recipe, totals, 0)
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []

@@ -21,7 +21,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_sentence_vectors
 from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import byte_columns, from_byte_columns, step_contrast, vectors_and_text_hashes
-from xscale.step.step import compute_row_loss, loss_weights, states_shared_by_rows
+from xscale.step.step import compute_row_loss, states_shared_by_rows, weights_of_term_sums
 
 MORE_SAMPLES = {
     "word_contrast": "streams.word_contrast.samples=12",
@@ -117,7 +117,7 @@ def gradient_of_a_rank(folder: Path, demo: Path, recipe: str) -> None:
     module = make_module(loader)
     (ranks,) = rows_of_step(loader, 2, 40)
     assert all(len(rows) >= 2 for rows in ranks)
-    weights = loss_weights(loader.recipe, totals_of([row for rows in ranks for row in rows]), 0)
+    weights = weights_of_term_sums(loader.recipe, totals_of([row for rows in ranks for row in rows]), 0)
     rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
     seeds = [(0, number) for number in range(len(rows))]
     loss = 0.0

@@ -41,7 +41,7 @@ from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
 from xscale.step.metrics import language_metrics, stream_metrics
-from xscale.step.step import compute_row_loss, loss_weights, sum_evaluation_losses
+from xscale.step.step import compute_row_loss, sum_evaluation_losses, weights_of_term_sums
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
 
@@ -92,7 +92,7 @@ def test_losses_by_language(demo: Path) -> None:
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(loader, 1)
-    weights = loss_weights(loader.recipe, batch.counts_without_languages(), 0)
+    weights = weights_of_term_sums(loader.recipe, batch.counts_without_languages(), 0)
     _, sums = compute_row_loss(engine.module, row.to(engine.device), {}, weights, (0,))
     found = language_metrics(sums.by_key(), batch.counts(), loader.recipe)
     expected = mean_losses(engine.module.encoder.lm, loader, stream_batches)

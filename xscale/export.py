@@ -67,7 +67,7 @@ def main() -> int:
             raise UserError(
                 f"--push {args.push} is not the name of a repository on the Hugging Face Hub. Write USER/NAME"
             )
-        path = export(args.source, args.out, args.best, args.pooling, args.layers)
+        path = find_and_export_checkpoint(args.source, args.out, args.best, args.pooling, args.layers)
         print(f"exported {path} to {args.out}")
         if args.push:
             push_to_hub(args.out, args.push)
@@ -77,10 +77,12 @@ def main() -> int:
     return 0
 
 
-def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
-    pooling: how sentence vectors are pooled; None: see choose_sentence_vectors. layers: the number of first layers to
-    export; None: export the whole model. Raises UserError."""
+def find_and_export_checkpoint(
+    source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None
+) -> Path:
+    """Export a checkpoint, or a run's newest checkpoint, and return the path of the checkpoint. best: export the run's
+    best checkpoint. pooling: how sentence vectors are pooled; None: see choose_sentence_vectors. layers: the number of
+    first layers to export; None: export the whole model. Raises UserError."""
     path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")

@@ -128,15 +128,17 @@ def read_pooling(folder: Path) -> str | None:
     return "mean" if modules else None
 
 
-def write_sentence_transformers_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
+def write_sentence_transformers_files(
+    export_folder: Path, vectors: SentenceVectors, config: Any, max_length: int
+) -> None:
     """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
     configuration. max_length: the maximum number of tokens of a sentence."""
     if vectors.folder:
-        copy_modules(vectors.folder, folder)
+        copy_modules(vectors.folder, export_folder)
         return
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
-        configs["0_WordWeights"] = word_weights_config(Tokenizer(folder), config.vocab_size)
+        configs["0_WordWeights"] = word_weights_config(Tokenizer(export_folder), config.vocab_size)
     configs["1_Pooling"] = {
         "word_embedding_dimension": config.hidden_size,
         "pooling_mode_cls_token": vectors.pooling == "cls",
@@ -147,25 +149,25 @@ def write_sentence_transformers_files(folder: Path, vectors: SentenceVectors, co
     for number, (path, fields) in enumerate(configs.items(), start=1):
         module_type = f"{PACKAGE}models.{path.partition('_')[2]}"
         modules.append({"idx": number, "name": str(number), "path": path, "type": module_type})
-        (folder / path).mkdir()
-        write_json(folder / path / "config.json", fields)
-    write_json(folder / MODULES, modules)
-    write_json(folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
+        (export_folder / path).mkdir()
+        write_json(export_folder / path / "config.json", fields)
+    write_json(export_folder / MODULES, modules)
+    write_json(export_folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
 
 
-def copy_modules(source: Path, folder: Path) -> None:
+def copy_modules(source: Path, export_folder: Path) -> None:
     """Copy the modules and prompts of `source` to an export, but not the first module, which is the export's own model
     and tokenizer."""
     first, *others = read_modules_json(source)
     for module in others:
         if (source / module["path"]).is_dir():
-            shutil.copytree(source / module["path"], folder / module["path"])
+            shutil.copytree(source / module["path"], export_folder / module["path"])
         else:  # a module without settings, such as Normalize
-            (folder / module["path"]).mkdir()
-    write_json(folder / MODULES, [first | {"path": ""}, *others])
+            (export_folder / module["path"]).mkdir()
+    write_json(export_folder / MODULES, [first | {"path": ""}, *others])
     for path in (source / PROMPTS, source / first["path"] / LENGTH):
         if path.exists():
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(path, export_folder / path.name)
 
 
 def word_weights_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:

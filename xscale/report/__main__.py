@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write_report(paths: list[Path], out: Path) -> None:
-    """Write the page of runs (folders) and result files. Raises UserError."""
+def write_report(runs_and_results: list[Path], out: Path) -> None:
+    """Write the page of runs (folders) and of result files. Raises UserError."""
     files.check_output_file(out)
     try:
         from xscale.report.page import render_page
@@ -49,7 +49,7 @@ def write_report(paths: list[Path], out: Path) -> None:
         ) from None
     runs = {}
     result_files = []
-    for path in paths:
+    for path in runs_and_results:
         if path.suffix == ".json" and not path.is_dir():
             result_files.append(path)
         else:

@@ -90,7 +90,7 @@ def optimizer_step(
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
-    weights = loss_weights(recipe, totals, step)
+    weights = weights_of_term_sums(recipe, totals, step)
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
@@ -232,7 +232,7 @@ def loss_keys(recipe: Recipe) -> list[MetricKey]:
     return keys
 
 
-def loss_weights(recipe: Recipe, totals: Counts, step: int) -> Weights:
+def weights_of_term_sums(recipe: Recipe, totals: Counts, step: int) -> Weights:
     """Return the factor of each term's sum over targets in the loss of the step."""
     weights: Weights = {}
     for key in loss_keys(recipe):

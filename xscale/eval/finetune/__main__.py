@@ -82,7 +82,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags_and_packages(args: argparse.Namespace) -> None:
     """Raise UserError for wrong flags, missing packages and a file that cannot be written."""
     for name, (_, _, smallest, _) in NUMBERS.items():
         value = getattr(args, name)
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
-        check_flags(args)
+        check_flags_and_packages(args)
         # By default, these libraries print in each run that the head is new, and the arguments.
         transformers.logging.set_verbosity_error()
         logging.getLogger("accelerate").setLevel(logging.ERROR)

@@ -16,6 +16,8 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError, env_number
 from xscale.files import placeholder_problem
 
+Place = str
+"""The place of a row in its file, such as "line 3"."""
 Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
 COLUMN_NAMES = {
@@ -51,7 +53,7 @@ class LabelledExample:
     languages: tuple[str, str] = ("", "")
     """The languages of the first and the second text."""
     path: Path = Path()
-    place: str = ""
+    place: Place = ""
     """The example's line or question in its file. A translation has the place of its original."""
 
 
@@ -74,7 +76,7 @@ def add_canonical_columns(row: Columns) -> Columns:
     return renamed
 
 
-def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[str, Columns]]:
+def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[Place, Columns]]:
     """Yield the rows of a .jsonl or .parquet file, with the names of labels instead of their numbers. Raises
     UserError."""
     import datasets
@@ -103,7 +105,7 @@ def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[str, Columns]]:
         yield place, row
 
 
-def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Columns]]:
+def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Place, Columns]]:
     """Yield the rows of a file of lines with tabs between the columns. columns: their names, unless the first line with
     text is a header. The last column is the label. Raises UserError."""
     names: list[str] = []
@@ -124,7 +126,7 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[s
         yield f"line {number}", dict(zip(names, fields, strict=True))
 
 
-def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Columns]]:
+def read_tagged_sentences(path: Path) -> Iterator[tuple[Place, Columns]]:
     """Yield the words and tags of each sentence of a .conllu file, or of a file of lines `word<TAB>tag`. A blank line
     ends a sentence. Raises UserError."""
     is_conllu = ".conllu" in path.suffixes
@@ -166,7 +168,7 @@ def check_words(path: Path, sentences: list[tuple[str, ...]]) -> None:
         )
 
 
-def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
+def read_squad(path: Path) -> Iterator[tuple[Place, Columns]]:
     """Yield the questions of SQuAD's JSON. Raises UserError."""
     text = "\n".join(line for _, line in read_lines(path))
     place = "the start of the file"

@@ -26,6 +26,7 @@ from xscale.eval.finetune.examples import (
     Columns,
     LabelledExample,
     LeftOut,
+    Place,
     add_canonical_columns,
     check_words,
     column_value,
@@ -102,7 +103,7 @@ class Classification(Task):
     """The columns with text."""
     reads: ClassVar[Reads] = "sequence"
 
-    def read_rows(self, path: Path) -> Iterator[tuple[str, Columns]]:
+    def read_rows(self, path: Path) -> Iterator[tuple[Place, Columns]]:
         return read_tab_separated(path, (*self.columns, "label"))
 
     def make_example(self, row: Columns) -> LabelledExample:
@@ -303,10 +304,10 @@ def span_scores(logits_L2: np.ndarray, longest: int = MAX_ANSWER) -> np.ndarray:
     return np.where(is_span_LL, sums_LL, -np.inf)
 
 
-def word_f1(prediction: str, gold: str) -> float:
+def word_f1(normalized_prediction: str, normalized_gold: str) -> float:
     """Return the F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
-    predicted = prediction.split()
-    wanted = gold.split()
+    predicted = normalized_prediction.split()
+    wanted = normalized_gold.split()
     shared = (Counter(predicted) & Counter(wanted)).total()
     return 2 * shared / max(len(predicted) + len(wanted), 1)
 
