@@ -239,9 +239,11 @@ def split_pair_name(name: str, languages: Collection[str]) -> tuple[str, str] | 
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:
-    """Return the entries of a file in their order, each once. Raises UserError."""
+    """Return the entries of a file in their order, each once, and composed (NFC) as the text that `xscale data prepare`
+    writes. Raises UserError."""
     entries: dict[tuple[str, str], None] = {}
     for number, line in read_lines(path):
+        line = unicodedata.normalize("NFC", line)
         columns = line.split("\t") if "\t" in line else line.split()
         columns = [column.strip() for column in columns]
         if not any(columns):
