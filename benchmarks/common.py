@@ -60,7 +60,7 @@ def step_fields(recipe: str, preset: str, settings: Sequence[str]) -> dict[str, 
 def make_loader(recipe: str, fields: Mapping[str, object], data: Sequence[Path]) -> Loader:
     """Return the loader of a recipe with these fields."""
     resolved, corpus = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
-    return Loader(resolved, corpus, calibrate(resolved, corpus, ranks.HostGroup(alone=True)))
+    return Loader(resolved, corpus, calibrate(resolved, corpus, ranks.CpuGroup(alone=True)))
 
 
 class RecipeEngine:

@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from xscale import ranks, train
 from xscale.checkpoint import manager
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.run import loop, metrics, validation
 from xscale.run.folder import Status
 from xscale.run.start import train_run
@@ -112,14 +112,14 @@ def run(entries: list[dict[str, Any]]) -> int:
         return train.main(entries[0]["arguments"])
     process = ranks.process_of_launcher()
     ranks.join_process_group(process)
-    host_group = HostGroup()
+    cpu_group = CpuGroup()
     for entry in entries:
         now.clear()
         now.update(entry, step=0)
         args = train.parse_arguments(entry["arguments"])
-        assert train_run(args, process, host_group, Status(args.out, process)) == 0, entry
+        assert train_run(args, process, cpu_group, Status(args.out, process)) == 0, entry
         gc.collect()
-    host_group.barrier()
+    cpu_group.barrier()
     return 0
 
 

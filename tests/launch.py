@@ -27,7 +27,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
 from xscale.models.encoder import Encoder
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run.resolve import module_of_run, resolve_run
 from xscale.step.module import StepModule
 from xscale.train import parse_arguments
@@ -198,7 +198,7 @@ def open_run(recipe_name: str, sets: list[str], data: Sequence[Path | str], meas
     has as many tokens as the bytes of its records tell."""
     recipe, corpus = resolve_run(recipe_name, sets, data)
     if measured:
-        return Loader(recipe, corpus, calibrate(recipe, corpus, HostGroup(alone=True)))
+        return Loader(recipe, corpus, calibrate(recipe, corpus, CpuGroup(alone=True)))
     lines = [fit_tokens_to_bytes(source, corpus.tokenizer) for source in corpus.sources]
     return Loader(recipe, corpus, Calibration(lines, {}))
 

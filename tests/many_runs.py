@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xscale import ranks
 from xscale.data import calibrate
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.run.folder import DONE, STOPPED, Status
 from xscale.run.start import train_run
 from xscale.train import parse_arguments
@@ -35,14 +35,14 @@ calibrate.DRAWN, calibrate.READ = 256, 64  # fewer samples, which takes a second
 
 process = ranks.process_of_launcher()
 ranks.join_process_group(process)
-host_group = HostGroup()
+cpu_group = CpuGroup()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         args = parse_arguments(arguments)
-        code = train_run(args, process, host_group, Status(args.out, process))
+        code = train_run(args, process, cpu_group, Status(args.out, process))
         assert code in ((DONE, STOPPED) if UNTIL else (DONE,)), arguments
         gc.collect()  # engines are cycles
-    host_group.barrier()
+    cpu_group.barrier()
     code = 0
 except Exception:
     traceback.print_exc()

@@ -24,7 +24,7 @@ from xscale.eval.alignment_score import (
 )
 from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -205,9 +205,9 @@ def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: p
     words = ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets]
     corpus = launch.loader_of(words, measured=False).corpus
     lists = sum(-(-source.records // 100) for source in corpus.sources if "xx" in source.langs)
-    assert len(collect_probe_words_of_run(corpus, HostGroup(), noted.append)) == 2
+    assert len(collect_probe_words_of_run(corpus, CpuGroup(), noted.append)) == 2
     assert noted == ["counting tokens of xx"] * lists and lists > 9
-    other = HostGroup()
+    other = CpuGroup()
     other.is_main = False
     assert collect_probe_words_of_run(corpus, other, noted.append) == {}
 
@@ -227,7 +227,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            withheld, trained = collect_probe_words_of_run(loader.corpus, HostGroup(), lambda doing: None).values()
+            withheld, trained = collect_probe_words_of_run(loader.corpus, CpuGroup(), lambda doing: None).values()
         left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the dictionary's words"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

@@ -19,7 +19,7 @@ from tests.test_training import same_checkpoint
 from xscale.checkpoint import store
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import LOG, UserError
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.run import metrics
 from xscale.run.metrics import JsonLines
 
@@ -110,7 +110,7 @@ def manifest(step: int) -> dict[str, Any]:
 
 def manager_in(folder: Path) -> CheckpointManager:
     return CheckpointManager(
-        Engine(), folder, HostGroup(), keep=1, saved=None, write_config_and_tokenizer=lambda path: None
+        Engine(), folder, CpuGroup(), keep=1, saved=None, write_config_and_tokenizer=lambda path: None
     )
 
 
@@ -135,7 +135,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
         complete = [path.name for path in store.list_checkpoints(folder)]
         assert latest is None or latest in complete, (latest, complete)
         for path in store.list_checkpoints(folder):
-            assert store.find_damage(path, HostGroup()) is None
+            assert store.find_damage(path, CpuGroup()) is None
         seen.append((latest, complete))
 
     def looking(change: Any) -> Any:
@@ -160,7 +160,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     best: set[int] = set()
     folder = tmp_path / "checkpoints"
     saver = CheckpointManager(
-        Engine(), folder, HostGroup(), keep=2, saved=None, write_config_and_tokenizer=lambda path: None,
+        Engine(), folder, CpuGroup(), keep=2, saved=None, write_config_and_tokenizer=lambda path: None,
         published=lambda: best,
     )  # fmt: skip
     for step, good, stay in [

@@ -27,7 +27,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import LOG, UserError
 from xscale.files import Lock
 from xscale.models.build import read_pretrained, xscale_field_of_init
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run import folder
 from xscale.run.folder import Status
 from xscale.run.resolve import resolve_run
@@ -164,7 +164,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
 
 
 def newest(run: Path) -> int | None:
-    found = find_own_checkpoint(run, "auto", HostGroup())
+    found = find_own_checkpoint(run, "auto", CpuGroup())
     return found and found.step
 
 
@@ -172,7 +172,7 @@ def test_foreign_code_in_a_checkpoint_is_not_run(run: Path, tmp_path: Path) -> N
     step = run / "checkpoints/step_00000008"
     torch.save({"w": torch.ones(3), "x": Code(tmp_path / "owned")}, step / "mp_rank_00_model_states.pt")
     seal(step, 8)
-    problem = checkpoints.find_damage(step, HostGroup())
+    problem = checkpoints.find_damage(step, CpuGroup())
     assert problem and "posix.mkdir" in problem and "may run code" in problem
     assert newest(run) == 4 and not (tmp_path / "owned").exists()
     (step / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Code(tmp_path / "owned")))
@@ -211,7 +211,7 @@ def test_a_manifest_that_is_not_sound_is_passed_over(
     seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
     monkeypatch.setattr(LOG, "warning", said.append)
-    found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup())
+    found = checkpoints.find_newest_valid(run / "checkpoints", CpuGroup())
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "tries the next older checkpoint" in said[0]
 

@@ -22,7 +22,7 @@ from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.errors import UserError
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe
 from xscale.run import resume
 from xscale.run.resolve import resolve_run
@@ -44,7 +44,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(demo: Path, out: Path, fork: str, *sets: str, recipe: str = "mixed") -> Any:
     identity = run_identity(*resolve_run(recipe, ["data.workers=0", *SETS, *sets], [demo]))
-    return resume.find_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, HostGroup())
+    return resume.find_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, CpuGroup())
 
 
 def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
         return resolve_run("xlm", sets, [demo / name for name in names])
 
     recipe, corpus = resolved("pairs", "mono_en")
-    measured = calibrate(recipe, corpus, HostGroup())
+    measured = calibrate(recipe, corpus, CpuGroup())
     lines = [(1.3 * a, b) for a, b in measured.lines]  # the order of running text depends on it
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
     head, state = draw(parent, initial_state(parent.streams), 5)
@@ -197,7 +197,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     fork = resolved("mono_xx", "pairs", "mono_en")
     begun = resume.with_corpus_positions(checkpoint, *fork)
-    calibration = resume.resume_calibration(*fork, begun, HostGroup())
+    calibration = resume.resume_calibration(*fork, begun, CpuGroup())
     draws, _ = draw(Loader(*fork, calibration), begun.state, 40)
     assert set(alone) == {("mlm", "en"), ("tlm", "en-xx")} and set(draws) == {*alone, ("mlm", "xx")}
     for key, of_parent in alone.items():

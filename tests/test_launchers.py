@@ -273,7 +273,7 @@ def listening():
 before = listening()
 process = ranks.process_of_launcher()
 ranks.join_process_group(process)
-group = ranks.HostGroup()
+group = ranks.CpuGroup()
 assert group.begin_sum([3])() == [3 * process.world]
 places = group.gather([process.rank, process.world, process.local_rank, process.local_world])
 if process.is_main:

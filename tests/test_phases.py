@@ -27,7 +27,7 @@ from xscale.data.stream import Stream
 from xscale.errors import UserError
 from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Schedule, load_recipe
 from xscale.run.resolve import module_of_run, resolve_run
 from xscale.run.resume import resume_calibration
@@ -183,7 +183,7 @@ def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> 
     kept = json.loads(json.dumps(asdict(plan.calibration)))
     again = Calibration.from_dict(kept)
     assert again == plan.calibration and len(again.phases) == len(PHASES)
-    assert resume_calibration(plan.recipe, plan.corpus, None, HostGroup(alone=True)).phases == again.phases
+    assert resume_calibration(plan.recipe, plan.corpus, None, CpuGroup(alone=True)).phases == again.phases
 
 
 @pytest.mark.usefixtures("quick_calibration")

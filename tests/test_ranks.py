@@ -11,7 +11,7 @@ import torch
 
 from tests import launch
 from xscale import ranks
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 RANKS = 10
 
@@ -31,11 +31,11 @@ def meet(rank: int, found: "multiprocessing.Queue[tuple[int, list[int], bool]]")
     before = sockets()
     ranks.join_process_group(ranks.process_of_launcher())
     started = sockets()
-    host_group = HostGroup()
-    sums = host_group.begin_sum([rank, 1])()
-    assert host_group.gather(rank) == [*range(RANKS)]
+    cpu_group = CpuGroup()
+    sums = cpu_group.begin_sum([rank, 1])()
+    assert cpu_group.gather(rank) == [*range(RANKS)]
     found.put((sockets() - started, sums, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and started > before))
-    host_group.barrier()
+    cpu_group.barrier()
     found.close()
     found.join_thread()
     os._exit(0)

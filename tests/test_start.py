@@ -21,7 +21,7 @@ from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.ranks import HostGroup, Process, raise_if_user_error, value_or_user_error
+from xscale.ranks import CpuGroup, Process, raise_if_user_error, value_or_user_error
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -29,7 +29,7 @@ from xscale.step.ds_config import Hardware, load_ds_config
 SETS = ["data.workers=0", "streams.tlm.samples=16"]
 
 
-class Threads(HostGroup):
+class Threads(CpuGroup):
     """Ranks that are threads."""
 
     board: dict[int, Any]
@@ -72,21 +72,21 @@ def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
     """Each would plan another stream, and train on."""
     hardware = Hardware.of_this_process()  # its imports of deepspeed are not for several threads at once
 
-    def started(host_group: Threads, other: list[str], resume: str = "auto") -> str:
-        mine = host_group.rank == 1
+    def started(cpu_group: Threads, other: list[str], resume: str = "auto") -> str:
+        mine = cpu_group.rank == 1
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
         recipe, corpus = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
         config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", recipe, 2, hardware)
-        check_ranks_agree(args, recipe, corpus, config, host_group)
+        check_ranks_agree(args, recipe, corpus, config, cpu_group)
         return "same"
 
-    assert on_ranks(2, lambda host_group: started(host_group, [])) == ["same", "same"]
+    assert on_ranks(2, lambda cpu_group: started(cpu_group, [])) == ["same", "same"]
     for other, resume, named in (
         (["train.seed=7"], "auto", r"recipe\.train\.seed: 0 on rank 0, 7 on the other rank"),
         (["train.lr=0.5"], "auto", r"0\.5 on the other rank"),
         ([], "never", r"--resume: auto on rank 0, never on the other rank"),
     ):
-        first, second = on_ranks(2, lambda host_group, other=other, resume=resume: started(host_group, other, resume))
+        first, second = on_ranks(2, lambda cpu_group, other=other, resume=resume: started(cpu_group, other, resume))
         for error in (first, second):
             assert re.search(
                 rf"rank 1 on {os.uname().nodename} was started with other settings(.|\n)*{named}", str(error)
@@ -105,7 +105,7 @@ def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "stat", stat)
     for ranks in (1, 2, 3):
         looked.clear()
-        opened = on_ranks(ranks, lambda host_group: resolve_run("tlm", SETS, [demo], host_group)[1])
+        opened = on_ranks(ranks, lambda cpu_group: resolve_run("tlm", SETS, [demo], cpu_group)[1])
         assert {corpus.identity() == opened[0].identity() for corpus in opened} == {True}
         assert looked == Counter(str(f) for suffix in ("tar", "idx") for f in demo.glob(f"*/*.{suffix}"))
 
@@ -143,18 +143,18 @@ def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pyt
         return plain(path, **kwargs)
 
     monkeypatch.setattr(os, "stat", stat)
-    found = on_ranks(3, lambda host_group: resolve_run("tlm", SETS, [demo], host_group))
+    found = on_ranks(3, lambda cpu_group: resolve_run("tlm", SETS, [demo], cpu_group))
     assert {str(error).partition(" is missing")[0] for error in found} == {str(shard)}
 
 
 def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, corpus = resolve_run("xlm", ["data.workers=0"], [demo])
-    alone = calibrate.calibrate(recipe, corpus, HostGroup())
+    alone = calibrate.calibrate(recipe, corpus, CpuGroup())
     reads, plain = Counter[int](), Source.read
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
     )
-    measured = on_ranks(2, lambda host_group: calibrate.calibrate(recipe, corpus, host_group))
+    measured = on_ranks(2, lambda cpu_group: calibrate.calibrate(recipe, corpus, cpu_group))
     assert measured == [alone, alone]
     assert len(reads) == 2 and min(reads.values()) > 0.1 * max(reads.values())
 
@@ -177,7 +177,7 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shards, "OpenFile", open_file)
     before = [source.counts.tolist() for source in corpus.sources]
-    found = calibrate.calibrate(recipe, corpus, HostGroup())
+    found = calibrate.calibrate(recipe, corpus, CpuGroup())
     assert len(opened) <= 2 * len(corpus.sources)
     assert {name for name, _ in opened} >= {source.directory.name for source in corpus.sources}
     assert found and len(found.lines) == len(corpus.sources)

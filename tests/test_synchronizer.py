@@ -68,8 +68,8 @@ def end_all_ranks(*_: Any) -> None:
 
 
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
-    host_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
-    context: Any = SimpleNamespace(process=Process(rank, RANKS, rank, RANKS), host_group=host_group)
+    cpu_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
+    context: Any = SimpleNamespace(process=Process(rank, RANKS, rank, RANKS), cpu_group=cpu_group)
     context.stop = stop
     context.watch = SimpleNamespace(note=lambda doing: None)
     context.locks = []

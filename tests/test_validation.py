@@ -34,7 +34,7 @@ from xscale.eval.in_training import (
 from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import EvalTask, load_recipe
 from xscale.run.folder import start_logging
 from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
@@ -312,7 +312,7 @@ def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
         checkpoint=SimpleNamespace(best=best),
         train=SimpleNamespace(steps=20),
     )
-    context: Any = SimpleNamespace(out=out, host_group=HostGroup(), watch=None)
+    context: Any = SimpleNamespace(out=out, cpu_group=CpuGroup(), watch=None)
     metrics: Any = SimpleNamespace(board=TensorBoardWriter(None, 0))
     return Validation(context, recipe, {}, step, metrics)
 

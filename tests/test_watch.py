@@ -41,7 +41,7 @@ def test_the_advice_keeps_the_steps_that_are_skipped_already(tmp_path: Path) -> 
     """--set replaces the whole list, and the run may do these steps again."""
     run: Any = SimpleNamespace(
         context=SimpleNamespace(
-            out=tmp_path, process=Process(0, 1, 0, 1), host_group=SimpleNamespace(gather=lambda records: [records])
+            out=tmp_path, process=Process(0, 1, 0, 1), cpu_group=SimpleNamespace(gather=lambda records: [records])
         ),
         recipe=SimpleNamespace(train=SimpleNamespace(skip_steps=[3, 5])),
         manager=SimpleNamespace(good=2, path_of_step=lambda step: tmp_path / f"step_{step}"),

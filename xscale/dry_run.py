@@ -11,7 +11,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run import folder
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
 from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
@@ -31,14 +31,14 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_process()
-    run = prepare_run(args, process, hardware, HostGroup())
+    run = prepare_run(args, process, hardware, CpuGroup())
     folder.check_folder(args.out, run.identity, args.resume)
-    checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, HostGroup())
+    checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
     print(*run.notes, sep="\n")
     module = module_of_run(run.recipe, run.corpus)
-    calibration = resume_calibration(run.recipe, run.corpus, checkpoint, HostGroup())
+    calibration = resume_calibration(run.recipe, run.corpus, checkpoint, CpuGroup())
     loader = Loader(run.recipe, run.corpus, calibration)
-    loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, HostGroup(), print)
+    loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, CpuGroup(), print)
     check_stage_3(module, run.config.stage)
     print(
         redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),

@@ -248,7 +248,7 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
-class HostGroup:
+class CpuGroup:
     """The group in which all ranks exchange small values over gloo, between the hosts' CPUs, without waiting for a GPU.
 
     In a process that has not called `join_process_group`, the group is this process alone.

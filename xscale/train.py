@@ -37,7 +37,7 @@ from xscale.errors import (
     safe_to_show,
     sys_exit_as_error,
 )
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run.folder import FAULT, LOST_RANK, Status, exit_code_and_message
 from xscale.run.start import train_run
 
@@ -171,9 +171,9 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
 def train(args: argparse.Namespace, process: Process, status: Status) -> ExitCode:
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage
-    host_group = HostGroup()
-    code = train_run(args, process, host_group, status)
-    host_group.barrier()
+    cpu_group = CpuGroup()
+    code = train_run(args, process, cpu_group, status)
+    cpu_group.barrier()
     dist.destroy_process_group()
     return code
 

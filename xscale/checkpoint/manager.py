@@ -15,7 +15,7 @@ from xscale import files
 from xscale.checkpoint import store
 from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 WrittenFilesOrOSError = dict[str, dict[str, Any]] | OSError
 """The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
@@ -29,7 +29,7 @@ class CheckpointManager:
         self,
         engine: Any,
         folder: Path,
-        host_group: HostGroup,
+        cpu_group: CpuGroup,
         *,
         keep: int,
         saved: int | None,
@@ -44,7 +44,7 @@ class CheckpointManager:
         returns the steps whose checkpoints are kept, too."""
         self.engine = engine
         self.folder = folder
-        self.host_group = host_group
+        self.cpu_group = cpu_group
         self.write_config_and_tokenizer = write_config_and_tokenizer
         self.keep = keep
         self.note = note
@@ -72,7 +72,7 @@ class CheckpointManager:
         started = time.monotonic()
         self.note(f"saving the checkpoint of step {step}")
         written = self._try_write(step)
-        self.host_group.value_from_main(lambda: check_files_can_be_loaded(self.partial_path_of_step(step), written))
+        self.cpu_group.value_from_main(lambda: check_files_can_be_loaded(self.partial_path_of_step(step), written))
         problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -81,7 +81,7 @@ class CheckpointManager:
             )
             raise OSError(errno.EIO, text, str(self.folder))
         if problem:
-            if self.host_group.is_main:
+            if self.cpu_group.is_main:
                 LOG.error(
                     f"{self.folder}: the checkpoint of step {step} could not be saved ({problem}). Training "
                     "continues, and older checkpoints are complete. Remove the cause of the error before the next "
@@ -91,7 +91,7 @@ class CheckpointManager:
         self.saved = step
         if good:
             self.good = step
-        if self.host_group.is_main:
+        if self.cpu_group.is_main:
             needed_steps = set(self.published())
             if self.good is not None:
                 needed_steps.add(self.good)
@@ -102,20 +102,20 @@ class CheckpointManager:
         """Return the content of this rank's files, by their names. All ranks call it together."""
         contents = contents_to_save(self.engine, self.partial_path_of_step(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
-        if self.host_group.is_main and auxiliary:
+        if self.cpu_group.is_main and auxiliary:
             contents[store.AUXILIARY_STATES] = auxiliary
         return contents
 
     def _try_write(self, step: int) -> WrittenFilesOrOSError:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = None
-        if self.host_group.is_main:
+        if self.cpu_group.is_main:
             try:
                 files.remove(self.partial_path_of_step(step))
                 self.partial_path_of_step(step).mkdir(parents=True)
             except OSError as error:
                 problem = error
-        if not self.host_group.value_from_main(lambda: problem is None):
+        if not self.cpu_group.value_from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)
         try:
@@ -133,7 +133,7 @@ class CheckpointManager:
         for name in names:
             self.note(f"saving the checkpoint of step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
-        if self.host_group.is_main:
+        if self.cpu_group.is_main:
             self.write_config_and_tokenizer(folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
@@ -147,14 +147,14 @@ class CheckpointManager:
         message, or an empty string. written: the files of this rank."""
         problems = list[str]()
         sealed: dict[str, Any] = {}
-        for rank, written_by_rank in enumerate(self.host_group.gather(written)):
+        for rank, written_by_rank in enumerate(self.cpu_group.gather(written)):
             if isinstance(written_by_rank, OSError):
                 problems.append(f"rank {rank}: {written_by_rank}")
             else:
                 sealed |= written_by_rank
-        if self.host_group.is_main:
+        if self.cpu_group.is_main:
             if not problems:
-                whole = {"step": step, "world_size": self.host_group.size, **manifest}
+                whole = {"step": step, "world_size": self.cpu_group.size, **manifest}
                 whole["files"] = dict(sorted(sealed.items()))
                 try:
                     store.publish_checkpoint(self.partial_path_of_step(step), self.path_of_step(step), whole)
@@ -162,7 +162,7 @@ class CheckpointManager:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_path_of_step(step))
-        return self.host_group.value_from_main(lambda: "; ".join(problems))
+        return self.cpu_group.value_from_main(lambda: "; ".join(problems))
 
 
 def write_state(state: Any, path: Path) -> None:

@@ -22,13 +22,13 @@ from xscale.deepspeed_private import (
 )
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_token_type, load_pretrained
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 PREFIX = "encoder.lm."
 """The prefix of the encoder's parameter names in the engine's module."""
 
 
-def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
+def load_engine(engine: Any, checkpoint: Checkpoint, cpu_group: CpuGroup) -> None:
     """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. All ranks call it together.
 
     The checkpoint may have another number of ranks, another ZeRO stage, or another order of weights than the engine.
@@ -38,7 +38,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
     if (auxiliary := checkpoint.path / store.AUXILIARY_STATES).exists():
         for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
             engine.module.auxiliary_states[name].load_state_dict(state)
-    host_group.barrier()
+    cpu_group.barrier()
 
 
 def read_full_weights(path: Path) -> dict[str, Tensor]:
@@ -52,16 +52,16 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
     return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
 
-def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
+def broadcast_weights(path: Path, cpu_group: CpuGroup) -> dict[str, Tensor]:
     """Return read_full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it
     together."""
-    weights = read_full_weights(path) if host_group.is_main else {}
-    shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
-    if not host_group.is_main:
+    weights = read_full_weights(path) if cpu_group.is_main else {}
+    shapes = cpu_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
+    if not cpu_group.is_main:
         weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    if host_group.group:
+    if cpu_group.group:
         for weight in weights.values():
-            dist.broadcast(weight.contiguous(), 0, host_group.group)
+            dist.broadcast(weight.contiguous(), 0, cpu_group.group)
     return weights
 
 
@@ -77,8 +77,8 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     """Return the Hugging Face model of a checkpoint or run in fp32. dropout: the model's new dropout probability; None:
     that of the checkpoint. All ranks call it together. Raises UserError."""
     path = store.resolve_checkpoint(Path(path))
-    host_group = HostGroup()
-    problem = store.find_damage(path, host_group)
+    cpu_group = CpuGroup()
+    problem = store.find_damage(path, cpu_group)
     if problem:
         raise UserError(
             f"checkpoint {path} is damaged ({problem}). Restore the checkpoint from a copy, or use another checkpoint"
@@ -88,7 +88,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     weights: dict[str, Tensor] = {}
-    for name, weight in broadcast_weights(path, host_group).items():
+    for name, weight in broadcast_weights(path, cpu_group).items():
         if name.startswith(PREFIX):
             weights[name.removeprefix(PREFIX)] = weight
     missing, unexpected = lm.load_state_dict(weights, strict=False)

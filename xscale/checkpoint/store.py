@@ -20,7 +20,7 @@ from xscale import files
 from xscale.deepspeed_private import KNOWN_TYPES
 from xscale.errors import LOG, UserError
 from xscale.files import PARTIAL
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -89,11 +89,11 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1]
 
 
-def find_newest_valid(folder: Path, host_group: HostGroup) -> Checkpoint | None:
+def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
     get the same one."""
     for path in reversed(list_checkpoints(folder)):
-        problem = find_damage(path, host_group)
+        problem = find_damage(path, cpu_group)
         if problem is None:
             return read_checkpoint(path)
         LOG.warning(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
@@ -105,7 +105,7 @@ def step_from_name(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def find_damage(path: Path, host_group: HostGroup) -> str | None:
+def find_damage(path: Path, cpu_group: CpuGroup) -> str | None:
     """Compare a checkpoint's files with their hashes, and return a description of the damage, or None. Each file is
     read by one rank. All ranks call it together."""
     try:
@@ -115,14 +115,14 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
     if NAME.fullmatch(path.name) and step_from_name(path) != checkpoint.step:
         return f"{MANIFEST} says step {checkpoint.step}, so the folder was renamed or copied to another name"
     problems = list[str]()
-    for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
+    for name in sorted(checkpoint.files)[cpu_group.rank :: cpu_group.size]:
         problem = find_file_damage(path / name, checkpoint.files[name])
         if problem:
             problems.append(f"{name} {problem}")
-    for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
+    for file in sorted(path.glob("*.pt")) if cpu_group.is_main else ():
         if file.name not in checkpoint.files:
             problems.append(f"{file.name} is not listed in {MANIFEST}")
-    return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
+    return "; ".join(chain.from_iterable(cpu_group.gather(problems))) or None
 
 
 def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:

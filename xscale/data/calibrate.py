@@ -17,7 +17,7 @@ from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import MetricKey
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe, Schedule
 
 DRAWN = 2048
@@ -38,8 +38,8 @@ LINE_RECORDS = 1024
 """The fit of tokens to bytes reads LINE_RECORDS / (number of sources) records of a shard: at least 8, at most 32."""
 
 
-def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibration:
-    """Return the calibration of a run and its phases. All ranks of `host_group` call it together and get the same
+def calibrate(recipe: Recipe, corpus: Corpus, cpu_group: CpuGroup) -> Calibration:
+    """Return the calibration of a run and its phases. All ranks of `cpu_group` call it together and get the same
     result."""
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
     sources = [source.with_evenly_spaced_shards(shards) for source in corpus.sources]
@@ -47,7 +47,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
     fits = list[Callable[[], tuple[float, float]]]()
     for source in sources:
         fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
-    fitted = Calibration(host_group.divide_work(fits), {})
+    fitted = Calibration(cpu_group.divide_work(fits), {})
     by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
         context = Schedule.constant(collate_context(corpus, phase))
@@ -56,7 +56,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup) -> Calibrat
         for stream in streams:
             works.append(partial(measure_correction, stream, phase, dataset, fitted))
         names = [stream.name for stream in streams]
-        by_phase.append(dict(zip(names, host_group.divide_work(works), strict=True)))
+        by_phase.append(dict(zip(names, cpu_group.divide_work(works), strict=True)))
     return Calibration(fitted.lines, by_phase[-1], by_phase[:-1])
 
 

@@ -20,7 +20,7 @@ from xscale.data.stream import (
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import exists_or_is_hub_name, map_in_threads
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.recipe import Objectives, Recipe, Schedule, with_steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
@@ -80,7 +80,7 @@ def open_corpus(
     recipe: Recipe,
     objectives: Objectives,
     data: Sequence[Path | str],
-    host_group: HostGroup | None = None,
+    cpu_group: CpuGroup | None = None,
     *,
     init: Path | str | None,
     model_has_segments: bool,
@@ -88,17 +88,17 @@ def open_corpus(
 ) -> Corpus:
     """Open and check the data that a recipe reads. Raises UserError.
 
-    data: the value of --data. The ranks of `host_group` divide the checks of files among themselves. init: the Hugging
+    data: the value of --data. The ranks of `cpu_group` divide the checks of files among themselves. init: the Hugging
     Face directory or the hub name of model.init; None: random weights. model_has_segments: whether the model has token
     types for the two sentences of a pair. withheld_before: the share of the dictionaries' entries that was withheld
     from the training of model.init.
     """
-    host_group = host_group or HostGroup(alone=True)
+    cpu_group = cpu_group or CpuGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
     sources = keep_first_records_per_language(all_sources, recipe.data.first)
-    check_file_sizes(sources, host_group)
-    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, host_group))
+    check_file_sizes(sources, cpu_group)
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, cpu_group))
     streams = with_sources_of_all_phases(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
@@ -131,7 +131,7 @@ def open_corpus(
 # Files
 
 
-def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
+def check_file_sizes(sources: list[Source], cpu_group: CpuGroup) -> None:
     """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
     # Two lists instead of a list of pairs: the garbage collector would visit each of up to 10^5 pairs.
     owners = list[Source]()
@@ -141,15 +141,15 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
         shards += source.shards
 
     def check(number: int) -> None:
-        map_in_threads(Source.check_local_files, owners[number :: host_group.size], shards[number :: host_group.size])
+        map_in_threads(Source.check_local_files, owners[number :: cpu_group.size], shards[number :: cpu_group.size])
 
-    host_group.divide_work([partial(check, number) for number in range(host_group.size)])
+    cpu_group.divide_work([partial(check, number) for number in range(cpu_group.size)])
 
 
 # Streams
 
 
-def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[Stream]:
+def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], cpu_group: CpuGroup) -> list[Stream]:
     """Return the streams of a recipe, without their dictionaries. Raises UserError."""
     streams = list[Stream]()
     check_data_languages(recipe.data.languages, sources)
@@ -158,7 +158,7 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
             # One rank does it, because it reads a record of each source whose index.json has no `linked`.
-            chosen = host_group.value_from_main(partial(select_sources_with_word_links, name, chosen, sources))
+            chosen = cpu_group.value_from_main(partial(select_sources_with_word_links, name, chosen, sources))
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:

@@ -36,7 +36,7 @@ from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_b
 from xscale.data.words import TokenWords, begins_with_unspaced_script
 from xscale.errors import UserError, adding_note
 from xscale.metric_keys import Counts, MetricKey
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
 from xscale.record import Record
 
@@ -336,14 +336,14 @@ class Loader:
         return StepDataset(self.corpus.sources, self.corpus.streams, contexts, readahead)
 
     def plans(
-        self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
+        self, process: Process, device: str, state: dict[str, Any], steps: int, cpu_group: CpuGroup | None = None
     ) -> Plans:
         """Return the plans of the next steps. If there are workers, a planner process makes them: one for each rank, or
-        with `host_group` one for each node. All ranks of `host_group` call it together."""
+        with `cpu_group` one for each node. All ranks of `cpu_group` call it together."""
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_plan_of_rank() for _ in range(steps))
-        return start_planner(mixture, steps, find_node(host_group) if host_group else None)
+        return start_planner(mixture, steps, find_node(cpu_group) if cpu_group else None)
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""

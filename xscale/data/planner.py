@@ -27,7 +27,7 @@ from unittest import mock
 from xscale.data.mixture import Mixture, Plan
 from xscale.data.shards import Source
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 
 FETCHERS = 4
 """The number of threads of the planner that fetch remote shards before they are read."""
@@ -57,7 +57,7 @@ class Node(NamedTuple):
     """The listening socket; None on all ranks of the node but the first."""
 
 
-def find_node(host_group: HostGroup) -> Node | None:
+def find_node(cpu_group: CpuGroup) -> Node | None:
     """Return this rank's node, or None if the rank is alone on its node. All ranks of the run call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
@@ -65,11 +65,11 @@ def find_node(host_group: HostGroup) -> Node | None:
     host = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino)
     ranks = list[int]()
     addresses = list[bytes]()
-    for rank, (host_of_rank, address) in enumerate(host_group.gather((host, listener.getsockname()))):
+    for rank, (host_of_rank, address) in enumerate(cpu_group.gather((host, listener.getsockname()))):
         if host_of_rank == host:
             ranks.append(rank)
             addresses.append(address)
-    if len(ranks) > 1 and host_group.rank == ranks[0]:
+    if len(ranks) > 1 and cpu_group.rank == ranks[0]:
         return Node(ranks, addresses[0], listener)
     listener.close()
     return Node(ranks, addresses[0], None) if len(ranks) > 1 else None

@@ -28,7 +28,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
 from xscale.metric_keys import MetricKey
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.step.zero import gathered_weight
 
 FEWEST = 20
@@ -177,7 +177,7 @@ def evaluate(
 
 
 def collect_probe_words_of_run(
-    corpus: Corpus, host_group: HostGroup, note_progress: Callable[[str], None]
+    corpus: Corpus, cpu_group: CpuGroup, note_progress: Callable[[str], None]
 ) -> ProbesByMetric:
     """Return the words to score of a run's dictionaries on rank 0, and {} on other ranks. All ranks call it together,
     and divide the languages among themselves."""
@@ -187,8 +187,8 @@ def collect_probe_words_of_run(
     for language in languages:
         show_progress = partial(note_progress, f"counting tokens of {language}")
         counts.append(partial(distinct_token_ids_in_sample, language, corpus.sources, corpus.tokenizer, show_progress))
-    tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
-    if not host_group.is_main:
+    tokens = dict(zip(languages, cpu_group.divide_work(counts), strict=True))
+    if not cpu_group.is_main:
         return {}
     return collect_probe_words(lexicons, corpus.lexicons, corpus.unseen, tokens)
 

@@ -27,7 +27,7 @@ from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import choose_sentence_vectors
 from xscale.metric_keys import ALL, MetricKey
 from xscale.models.build import NEUTRAL
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
 from xscale.step.metrics import language_metrics, stream_metrics
 from xscale.step.step import sum_evaluation_losses
@@ -51,7 +51,7 @@ def make_task_functions(
     return functions
 
 
-def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> None:
+def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, cpu_group: CpuGroup) -> None:
     """Raise UserError if a task cannot be measured, or not at this ZeRO stage. All ranks call it together."""
     for task in recipe.eval.tasks:
         if stage >= 3:
@@ -62,7 +62,7 @@ def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: Hos
             )
         try:
             sources = find_task_sources(task, recipe, corpus)
-            check_file_sizes(sources, host_group)
+            check_file_sizes(sources, cpu_group)
             if task.kind == "heldout":
                 streams_of_heldout_text(recipe, corpus, sources)
         except UserError as error:

@@ -57,7 +57,7 @@ class Trainer:
         self.manager = CheckpointManager(
             engine,
             context.out / "checkpoints",
-            context.host_group,
+            context.cpu_group,
             keep=self.recipe.checkpoint.keep,
             saved=self.done if checkpoint and is_checkpoint_of_run(checkpoint, context.out) else None,
             write_config_and_tokenizer=self.write_config_and_tokenizer,
@@ -68,7 +68,7 @@ class Trainer:
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
         self.probes: ProbesByMetric = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
-            self.probes = collect_probe_words_of_run(loader.corpus, context.host_group, context.watch.note)
+            self.probes = collect_probe_words_of_run(loader.corpus, context.cpu_group, context.watch.note)
         tasks = make_task_functions(loader, engine, context.process, context.watch.note)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)

@@ -312,7 +312,7 @@ class RunMetrics:
         path = self.context.out / NOT_FINITE
         records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys()}
         lines = list[str]()
-        for records in self.context.host_group.gather(records_of_rank):
+        for records in self.context.cpu_group.gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
         if self.is_main:
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite

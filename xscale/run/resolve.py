@@ -11,7 +11,7 @@ from xscale.data.loader import Loader
 from xscale.errors import UserError
 from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe, load_recipe
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig
@@ -19,9 +19,9 @@ from xscale.step.module import StepModule
 
 
 def resolve_run(
-    recipe_name: str, sets: list[str], data: Sequence[Path | str], host_group: HostGroup | None = None
+    recipe_name: str, sets: list[str], data: Sequence[Path | str], cpu_group: CpuGroup | None = None
 ) -> tuple[Recipe, Corpus]:
-    """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `host_group` share the check
+    """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `cpu_group` share the check
     of the files. Raises UserError."""
     recipe = load_recipe(recipe_name, sets, OBJECTIVES)
     check_starting_weights(recipe_name, recipe, sets)
@@ -38,7 +38,7 @@ def resolve_run(
         recipe,
         OBJECTIVES,
         data,
-        host_group,
+        cpu_group,
         init=init,
         model_has_segments=has_segments(init, recipe.model.preset),
         withheld_before=xscale_field_of_init(init).get("lexicon_heldout", 1.0),
@@ -84,13 +84,13 @@ def fit_rows_into_gpu_memory(
     module: StepModule,
     config: EngineConfig,
     gpu_bytes: int | None,
-    host_group: HostGroup,
+    cpu_group: CpuGroup,
     log: Callable[[str], None],
 ) -> Loader:
     """Return the loader with the default of train.max_tokens by the memory of the smallest GPU of the run, and log this
     default. Return the loader unchanged if the recipe has train.max_tokens or there is no GPU. gpu_bytes: the memory of
     this rank's GPU. All ranks call it together."""
-    sizes = [size for size in host_group.gather(gpu_bytes) if size]
+    sizes = [size for size in cpu_group.gather(gpu_bytes) if size]
     if loader.recipe.train.max_tokens or not sizes:
         return loader
     world = config.resolved["train_batch_size"]

@@ -22,7 +22,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
 from xscale.errors import LOG, UserError, indent_lines
 from xscale.models.build import xscale_field_of_init
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe
 from xscale.run import folder
 from xscale.step.ds_config import EngineConfig
@@ -48,11 +48,11 @@ def find_starting_checkpoint(
     corpus: Corpus,
     identity: dict[str, Any],
     config: EngineConfig,
-    host_group: HostGroup,
+    cpu_group: CpuGroup,
 ) -> Checkpoint | None:
     """Return the checkpoint from which a start continues, with a position in each source of the corpus; None: the start
     begins at step 0. args: the arguments of train.py. All ranks call it together. Raises UserError."""
-    checkpoint = find_checkpoint(args, identity, host_group)
+    checkpoint = find_checkpoint(args, identity, cpu_group)
     if checkpoint is None:
         return None
     checkpoint = with_corpus_positions(checkpoint, recipe, corpus)
@@ -66,12 +66,12 @@ def find_starting_checkpoint(
     return checkpoint
 
 
-def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
+def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the run's own checkpoint, or if it has none yet, that of --fork. Without either, return None. args: the
     arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are damaged."""
     if args.resume == "never":
         return None
-    if checkpoint := find_own_checkpoint(args.out, args.resume, host_group):
+    if checkpoint := find_own_checkpoint(args.out, args.resume, cpu_group):
         if differences := folder.identity_differences(checkpoint.identity, identity):
             raise UserError(
                 f"checkpoint {checkpoint.path} belongs to a run with other settings than this command. To continue the "
@@ -85,7 +85,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
-        checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", host_group)
+        checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", cpu_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
@@ -95,14 +95,14 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     return checkpoint
 
 
-def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None:
+def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     path = out if resume == "auto" else Path(resume)
     if resume != "auto" and (path / checkpoints.MANIFEST).exists():
-        return verify_checkpoint(path, "--resume", host_group)
+        return verify_checkpoint(path, "--resume", cpu_group)
     if resume == "auto" or (path / "checkpoints").is_dir():
         path /= "checkpoints"
-    if checkpoint := checkpoints.find_newest_valid(path, host_group):
+    if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
         return checkpoint
     if resume != "auto":
         raise UserError(f"--resume {resume} has no undamaged checkpoint. Use a checkpoint, or a run with a checkpoint")
@@ -116,9 +116,9 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
     return None
 
 
-def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
+def verify_checkpoint(path: Path, option: str, cpu_group: CpuGroup) -> Checkpoint:
     """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
-    if problem := checkpoints.find_damage(path, host_group):
+    if problem := checkpoints.find_damage(path, cpu_group):
         raise UserError(f"{option}: checkpoint {path} is damaged ({problem}). Choose another checkpoint")
     return checkpoints.read_checkpoint(path)
 
@@ -153,19 +153,19 @@ def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 
 def resume_calibration(
-    recipe: Recipe, corpus: Corpus, checkpoint: Checkpoint | None, host_group: HostGroup
+    recipe: Recipe, corpus: Corpus, checkpoint: Checkpoint | None, cpu_group: CpuGroup
 ) -> Calibration:
     """Return the checkpoint's calibration. All ranks together measure the sources that are new to the run. Without a
     checkpoint, they measure everything."""
     if checkpoint is None:
-        return calibrate(recipe, corpus, host_group)
+        return calibrate(recipe, corpus, cpu_group)
     before = source_fingerprints(checkpoint.identity)
     now = source_fingerprints(corpus.identity())
     saved = Calibration.from_dict(checkpoint.calibration)
     if before == now:
         return saved
     # Streams and old sources keep their estimates, because the order of running text and the rows depend on them.
-    line_of = dict(zip(now, calibrate(recipe, corpus, host_group).lines, strict=True))
+    line_of = dict(zip(now, calibrate(recipe, corpus, cpu_group).lines, strict=True))
     line_of |= zip(before, saved.lines, strict=True)
     return replace(saved, lines=[line_of[source] for source in now])
 

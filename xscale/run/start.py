@@ -24,7 +24,7 @@ from xscale.deepspeed_private import apply_schedule
 from xscale.errors import LOG, ExitCode, UserError, indent_lines, redact
 from xscale.eval.in_training import check_eval_tasks
 from xscale.objectives import HasQueue
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
 from xscale.run import describe, folder, resolve, resume
 from xscale.run.loop import Trainer
@@ -48,14 +48,14 @@ class ResolvedRun:
     """The lines to print before the first step."""
 
 
-def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: folder.Status) -> ExitCode:
+def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, status: folder.Status) -> ExitCode:
     """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
-    run = prepare_run(args, process, Hardware.of_this_process(), host_group)
+    run = prepare_run(args, process, Hardware.of_this_process(), cpu_group)
     steps = run.recipe.train.steps
-    context = claim_folder(args, run, process, host_group, status)
+    context = claim_folder(args, run, process, cpu_group, status)
     with closing(context.watch):
-        checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
+        checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, cpu_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
             status.set_steps_done(checkpoint.step)
@@ -69,20 +69,20 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     return code
 
 
-def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, host_group: HostGroup) -> ResolvedRun:
+def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, cpu_group: CpuGroup) -> ResolvedRun:
     """Find and check the recipe, the corpus and the settings of a run on this hardware. All ranks call it together.
     Raises UserError."""
-    recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, host_group)
+    recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, cpu_group)
     config = load_ds_config(args.ds_config, recipe, process.world, hardware)
-    check_eval_tasks(recipe, corpus, config.stage, host_group)
-    check_ranks_agree(args, recipe, corpus, config, host_group)
+    check_eval_tasks(recipe, corpus, config.stage, cpu_group)
+    check_ranks_agree(args, recipe, corpus, config, cpu_group)
     ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *describe.start_notes(recipe, corpus)]
     return ResolvedRun(recipe, corpus, config, hardware, run_identity(recipe, corpus), notes)
 
 
 def claim_folder(
-    args: argparse.Namespace, run: ResolvedRun, process: Process, host_group: HostGroup, status: folder.Status
+    args: argparse.Namespace, run: ResolvedRun, process: Process, cpu_group: CpuGroup, status: folder.Status
 ) -> RunContext:
     """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
     out: Path = args.out
@@ -99,7 +99,7 @@ def claim_folder(
         folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
         return folder.read_status_of_done_run(out)
 
-    done_before = host_group.value_from_main(claim)
+    done_before = cpu_group.value_from_main(claim)
     status.write_running(done_before)
     if not out.is_dir():
         raise UserError(
@@ -113,7 +113,7 @@ def claim_folder(
             LOG.warning(lock.problem)
     for note in run.notes:
         LOG.info(note)
-    return RunContext(out, process, host_group, status, stop, watch, locks)
+    return RunContext(out, process, cpu_group, status, stop, watch, locks)
 
 
 def build_trainer(
@@ -121,26 +121,26 @@ def build_trainer(
 ) -> tuple[Trainer, Iterator[StepBatch]]:
     """Return a trainer that is ready for the step after the checkpoint, or for step 1, and the batches of its steps."""
     process = context.process
-    host_group = context.host_group
+    cpu_group = context.cpu_group
     recipe = run.recipe
     context.watch.note("estimating the number of tokens of the data")
-    calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
+    calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, cpu_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
     if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
         module.encoder.has_new_head = checkpoint.has_new_head
     loader = Loader(recipe, run.corpus, calibration)
-    loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, host_group, LOG.info)
+    loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, cpu_group, LOG.info)
     if process.is_main:
         write_config_files(args.out, run, loader, checkpoint)
     data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
-    plans = loader.plans(process, run.hardware.device, data_state, left, host_group)
+    plans = loader.plans(process, run.hardware.device, data_state, left, cpu_group)
     context.watch.note("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
-        load_engine(engine, checkpoint, host_group)
+        load_engine(engine, checkpoint, cpu_group)
         apply_schedule(engine)
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
             set_learning_rate(engine, recipe, checkpoint.step - 1)
@@ -184,7 +184,7 @@ def write_config_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: 
 
 
 def check_ranks_agree(
-    args: argparse.Namespace, recipe: Recipe, corpus: Corpus, config: EngineConfig, host_group: HostGroup
+    args: argparse.Namespace, recipe: Recipe, corpus: Corpus, config: EngineConfig, cpu_group: CpuGroup
 ) -> None:
     """Raise UserError on all ranks unless all were started alike, so that they plan the same data."""
     settings = corpus.identity() | {
@@ -194,9 +194,9 @@ def check_ranks_agree(
         "--fork": args.fork,
         "--out": str(args.out),
     }
-    settings_of_main = host_group.value_from_main(lambda: settings)
+    settings_of_main = cpu_group.value_from_main(lambda: settings)
     differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
-    for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, differences[:3]))):
+    for rank, (host, lines) in enumerate(cpu_group.gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(
                 f"rank {rank} on {host} was started with other settings than rank 0. Start all ranks with the same "

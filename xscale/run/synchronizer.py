@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from xscale.data.loader import StepBatch
 from xscale.errors import DirectoryTaken, MachineError, UserError
 from xscale.metric_keys import Counts
-from xscale.ranks import HostGroup
+from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe
 from xscale.run.folder import MACHINE, USER_ERROR, exit_code_and_message
 from xscale.run.metrics import RunMetrics
@@ -121,12 +121,12 @@ class StepSynchronizer:
             numbers, form = tree_flatten(fields)
             message = [0, int(bool(self.context.stop)), *numbers]
             self.length = len(message)
-        wait_for_sums = self.context.host_group.begin_sum(message)
+        wait_for_sums = self.context.cpu_group.begin_sum(message)
 
         def agree() -> AgreedStep | None:
             failed, stopped, *sums = wait_for_sums()
             if failed:
-                end_all_ranks(self.error, self.context.host_group, self.metrics)
+                end_all_ranks(self.error, self.context.cpu_group, self.metrics)
             if stopped:
                 return None
             assert batch and form
@@ -149,7 +149,7 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     )
 
 
-def end_all_ranks(error: Exception | None, host_group: HostGroup, metrics: RunMetrics) -> NoReturn:
+def end_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
     """Raise on all ranks, after some could not read their records. A rank raises its own error; a rank without an error
     raises another rank's. All ranks write their metrics before, unless another run has taken the directory. error:
     this rank's error. All ranks call it together."""
@@ -157,8 +157,8 @@ def end_all_ranks(error: Exception | None, host_group: HostGroup, metrics: RunMe
     if error and not isinstance(error, DirectoryTaken):
         code, text = exit_code_and_message(error)
         kinds = {USER_ERROR: UserError, MACHINE: MachineError}
-        problem = kinds.get(code, RuntimeError)(f"rank {host_group.rank}: {text}")
-    problems = [other for other in host_group.gather(problem) if other]
+        problem = kinds.get(code, RuntimeError)(f"rank {cpu_group.rank}: {text}")
+    problems = [other for other in cpu_group.gather(problem) if other]
     first = min(problems, key=lambda other: not isinstance(other, DirectoryTaken))
     if not isinstance(first, DirectoryTaken):
         metrics.flush()

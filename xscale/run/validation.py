@@ -42,7 +42,7 @@ class Validation:
         self.tasks = tasks
         self.metrics = metrics
         self.checkpoints = context.out / "checkpoints"
-        path = context.out / EVALS if recipe.eval.tasks and context.host_group.is_main else None
+        path = context.out / EVALS if recipe.eval.tasks and context.cpu_group.is_main else None
         self.lines = JsonLines(path, step)
         self.goodness: dict[int, float] = {}
         """Step -> the number that checkpoint.best names, where it is finite, and negative if lower numbers are better.
@@ -93,7 +93,7 @@ class Validation:
             results[name] = task()
         if self.lines.file:
             self.report_results(step, results, time.monotonic() - started)
-        return bool(self.best) and self.context.host_group.value_from_main(lambda: self.becomes_best(step, results))
+        return bool(self.best) and self.context.cpu_group.value_from_main(lambda: self.becomes_best(step, results))
 
     def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.

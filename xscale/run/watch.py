@@ -22,7 +22,7 @@ import psutil
 
 from xscale import files
 from xscale.errors import LOG, hold_signals
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run.folder import STUCK, Status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
@@ -253,7 +253,7 @@ class RunContext:
 
     out: Path
     process: Process
-    host_group: HostGroup
+    cpu_group: CpuGroup
     status: Status
     stop: StopRequest
     watch: Watch
