@@ -64,7 +64,6 @@ class Paragraph(NamedTuple):
 
 def read_units(source: SourceSpec) -> Iterator[Unit]:
     """Yield the units of a source, at most `source.first` units with texts. Raises UserError."""
-    unit = None
     complete = 0
     for unit in READERS[source.format](source):
         if not can_be_encoded("".join(unit.texts)):
@@ -77,8 +76,11 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
             complete += 1
         if complete == source.first:  # the rest of the file is not read, so it may be damaged
             return
-    if unit is None:
-        raise UserError(f"{', '.join(source.paths)}: the source has no text. Use other files")
+    if not complete:
+        raise UserError(
+            f"{', '.join(source.paths)}: the source has no text in {' and '.join(source.langs)}. Use other files, or "
+            "correct the languages of the source in corpus.yaml"
+        )
 
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
@@ -140,11 +142,12 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
 
 
 def is_plain_text(line: str) -> bool:
-    """Return whether a line is text: not a row of a table, a JSON object, or a line that begins with a tag. A tag of
-    WikiExtractor is allowed."""
+    """Return whether a line is text: not a row of a table (with tabs, or with each cell in quotation marks), a JSON
+    object, or a line that begins with a tag. A tag of WikiExtractor is allowed."""
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
     is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
-    return not (is_object or is_tag or "\t" in line)
+    is_row = "\t" in line or (line.startswith('"') and '","' in line and line.endswith('"'))
+    return not (is_object or is_tag or is_row)
 
 
 def text_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Iterator[Paragraph]:
@@ -343,7 +346,9 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     elif source.columns:
         names = list(map(str, source.columns))
     else:
-        names = match_languages(source.langs, fields)
+        names = match_languages(source.langs, [name for name in fields if name != "id"])  # often a record's number
+        if len(names) < 2:
+            names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
             f"{place} lacks a field with text; its fields are {', '.join(fields) or 'none'}. {remedy}, or remove the "

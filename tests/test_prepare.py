@@ -215,6 +215,12 @@ EVERY_READER: list[dict] = [
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "f is not a file with lines of text"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "f: line 1 is not UTF-8"),
         ({"mono": "en", "text": "f"}, b"\n \n", "f: the source has no text"),
+        (
+            {"pairs": ["en", "de"], "tmx": "f"},
+            b'<tmx><body><tu><tuv lang="English"><seg>a</seg></tuv></tu></body></tmx>',
+            "f: the source has no text in en and de. ",
+        ),
+        ({"mono": "en", "text": "f"}, b"a,b\n" + b'"one","two"\n' * 9, "f is not a file with lines of text: 9 of its"),
         ({"mono": "en", "text": "f"}, b'<doc id="1">Text\n</doc>\n', "f: line 1 begins with a tag"),
         ({"mono": "en", "text": "f"}, b'<doc id="1">\nText\n</doc>more\n', "f: line 3 begins with a tag"),
         ({"mono": "en", "text": "f"}, b'<doc id="1">Text</doc>\n', "f: line 1 begins with a tag"),
@@ -593,6 +599,13 @@ def test_of_two_marks_of_a_language_that_of_the_same_region_is_read(
     (tmp_path / "m.tmx").write_text(f"<tmx><body><tu>{unit}</tu></body></tmx>")
     source = SourceSpec(pairs=("en", asked), tmx=str(tmp_path / "m.tmx"))
     assert [unit.texts for unit in readers.read_units(source)] == [["en", chosen]]
+
+
+@pytest.mark.parametrize("other", ["ind", "x"])
+def test_the_field_id_is_indonesian_only_without_another(tmp_path: Path, other: str) -> None:
+    (tmp_path / "f").write_text(json.dumps({"id": "1", "en": "a", other: "b"}))
+    source = SourceSpec(pairs=("en", "id"), jsonl=str(tmp_path / "f"))
+    assert [unit.texts for unit in readers.read_units(source)] == [["a", "b" if other == "ind" else "1"]]
 
 
 def test_a_null_side_is_empty(tmp_path: Path) -> None:
