@@ -85,7 +85,7 @@ def test_row(data: list[Path], preset: str, dtype: torch.dtype) -> None:
     fields |= {"streams.ppa.tlm_weight": 1.0, "streams.ppa.queue_size": 64, "data.workers": 0}
     fields |= {"train.max_tokens": 16384, "model.preset": preset, "model.dropout": 0.0}
     loader = make_loader("mixed", fields, data)
-    (row,) = next(loader.batches(ALONE, DEVICE, initial_state(loader.streams), 1)).rows
+    (row,) = next(loader.batches(ALONE, DEVICE, initial_state(loader.last_streams), 1)).rows
     modules = []
     for _ in range(2):
         module = module_of_run(loader.recipe, loader.corpus)

@@ -38,7 +38,7 @@ def seconds_through_loader(loader: Loader, workers: int) -> float:
     """Return the seconds of STEPS steps after those in which the workers start and fill their queues."""
     data = replace(loader.recipe.data, workers=workers)
     with_workers = replace(loader, recipe=replace(loader.recipe, data=data))
-    batches = with_workers.batches(ALONE, "cpu", initial_state(loader.streams), STEPS + 8)
+    batches = with_workers.batches(ALONE, "cpu", initial_state(loader.last_streams), STEPS + 8)
     for _ in islice(batches, 8):
         pass
     return seconds_of(lambda: [*batches])
@@ -46,14 +46,14 @@ def seconds_through_loader(loader: Loader, workers: int) -> float:
 
 def print_speed(loader: Loader) -> None:
     dataset = loader.dataset()
-    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
+    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.last_streams))
     plans = [mixture.next_plan_of_rank() for _ in range(STEPS)]
     tokens = sum(dataset[plan].cost()["tokens"] for plan in plans)
     table = []
     for workers in (0, 1, 2):
         seconds = median(seconds_through_loader(loader, workers) for _ in range(REPEATS))
         table.append([f"{workers} worker(s)", f"{PAIRS / seconds:,.0f}", f"{tokens / seconds:,.0f}"])
-    name = loader.streams[0].name
+    name = loader.last_streams[0].name
     print_table(f"{name}: pairs of {tokens / PAIRS:.1f} tokens", ["", "pairs/s", "tokens/s"], table)
 
     (source,) = loader.corpus.sources

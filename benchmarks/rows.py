@@ -67,9 +67,9 @@ class Measurement:
 
 def full_batches(loader: Loader, tokens: float) -> Iterable[StepBatch]:
     """Return the batches of all steps, with as many samples of each stream as have this number of tokens in all."""
-    state = initial_state(loader.streams)
+    state = initial_state(loader.last_streams)
     factor = tokens / loader.mixture(common.ALONE, common.DEVICE, state).next_plan().row_tokens.sum()
-    streams = [replace(stream, samples=max(1, round(factor * stream.samples))) for stream in loader.streams]
+    streams = [replace(stream, samples=max(1, round(factor * stream.samples))) for stream in loader.last_streams]
     filled = replace(loader, corpus=replace(loader.corpus, streams=Schedule.constant(streams)))
     return filled.batches(common.ALONE, common.DEVICE, initial_state(streams), WARM + STEPS + 1)
 

@@ -65,7 +65,7 @@ class Tlm(nn.Module):
     def __init__(self, lm: Any, loader: Loader):
         super().__init__()
         self.lm = lm
-        self.options: Any = loader.streams[0].options
+        self.options: Any = loader.last_streams[0].options
         self.tokenizer = loader.corpus.tokenizer.hf
         self.max_length = loader.recipe.data.max_length
         self.collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.options.mask_prob)
@@ -144,7 +144,7 @@ class XscaleLoop:
         self.seconds: list[float] = []
         self.engine = common.RecipeEngine(loader, DS_CONFIG)
         steps = loader.recipe.train.steps
-        self.batches = loader.batches(common.ALONE, common.DEVICE, initial_state(loader.streams), steps)
+        self.batches = loader.batches(common.ALONE, common.DEVICE, initial_state(loader.last_streams), steps)
 
     def step(self) -> None:
         started = common.now()
@@ -153,7 +153,7 @@ class XscaleLoop:
         self.seconds.append(common.now() - started)
         self.needed_flops = self.engine.flops(batch)
         metrics = stream_metrics(result.sums.by_key(), batch.counts_without_languages(), self.loader.recipe)
-        self.loss = metrics[f"loss/{self.loader.streams[0].name}"]
+        self.loss = metrics[f"loss/{self.loader.last_streams[0].name}"]
 
 
 class StockLoop:
@@ -164,11 +164,11 @@ class StockLoop:
         self.micro_batch = micro_batch
         self.name = f"stock, micro-batch {micro_batch}"
         self.seconds: list[float] = []
-        self.mixture = loader.mixture(common.ALONE, "cpu", initial_state(loader.streams))
+        self.mixture = loader.mixture(common.ALONE, "cpu", initial_state(loader.last_streams))
         self.mixture.max_tokens = 1 << 40  # a step has one packed row, with all samples as they were drawn
         lm = module_of_run(loader.recipe, loader.corpus).encoder.lm
         lm.set_attn_implementation("sdpa")  # Hugging Face's own
-        passes = -(-loader.streams[0].samples // micro_batch)
+        passes = -(-loader.last_streams[0].samples // micro_batch)
         config = load_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_process())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}

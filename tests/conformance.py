@@ -64,7 +64,7 @@ def first_rows(loader: Loader, world: int = 1, max_tokens: int = WHOLE) -> list[
     """Return the packed rows of the first step on `world` ranks: a list for each rank."""
     train = replace(loader.recipe.train, max_tokens=max(max_tokens, loader.recipe.data.max_length))
     loader = replace(loader, recipe=replace(loader.recipe, train=train))
-    dataset, start = loader.dataset(), initial_state(loader.streams)
+    dataset, start = loader.dataset(), initial_state(loader.last_streams)
     found = []
     for rank in range(world):
         mixture = loader.mixture(Process(rank, world, rank, world), "cpu", start)
@@ -139,8 +139,8 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line for each empty stream batch with other fields than a full one, or a loss or gradient that is not
     finite."""
     dataset = loader.dataset()
-    plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams)).next_plan_of_rank()
-    for stream in loader.streams:
+    plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams)).next_plan_of_rank()
+    for stream in loader.last_streams:
         name = stream.name
         full = dataset.stream_batches(stream, plan)[0]
         empty: StreamBatch = stream.objective.collate([], stream.options, dataset.stream_context(stream))

@@ -226,11 +226,11 @@ def pieces_of(loader: Loader, steps: int) -> Iterator[dict[str, StreamBatch]]:
     """The whole of each of the first optimizer steps, by stream."""
     train = replace(loader.recipe.train, max_tokens=1 << 30)
     loader = replace(loader, recipe=replace(loader.recipe, train=train))
-    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams))
     dataset = loader.dataset()
     for _ in range(steps):
         plan = mixture.next_plan_of_rank()
-        yield {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.streams}
+        yield {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.last_streams}
 
 
 def metrics(out: Path) -> list[dict]:

@@ -114,7 +114,7 @@ def rows_of_step(
     """Rows of each of the first steps, by rank."""
     loader = replace(loader, recipe=replace(loader.recipe, train=replace(loader.recipe.train, max_tokens=max_tokens)))
     ranks = [
-        loader.batches(Process(rank, world, rank, world), "cpu", initial_state(loader.streams), steps)
+        loader.batches(Process(rank, world, rank, world), "cpu", initial_state(loader.last_streams), steps)
         for rank in range(world)
     ]
     for batches in zip(*ranks, strict=True):

@@ -48,7 +48,7 @@ def place(rank: int = 0, world: int = 1) -> Process:
 
 
 def mixture_of(loader: Loader) -> Mixture:
-    return loader.mixture(place(), "cpu", initial_state(loader.streams))
+    return loader.mixture(place(), "cpu", initial_state(loader.last_streams))
 
 
 # 1. Records

@@ -182,7 +182,7 @@ def counter() -> FlopCounterMode:
 
 def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
     loader = open_run(recipe, ["data.workers=0", *sets], [demo], measured=False)
-    (batch,) = loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 1)
+    (batch,) = loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams), 1)
     return StepModule(launch.encoder(loader), loader.recipe), batch.rows[0]
 
 

@@ -34,7 +34,7 @@ def test_shares_and_epochs(demo: Path) -> None:
         demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500", measured=True
     )
     found: Counter[str] = Counter()
-    for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), 64):
+    for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 64):
         for stream, keys in batch.record_keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
     shown = {}
@@ -43,7 +43,7 @@ def test_shares_and_epochs(demo: Path) -> None:
         shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", line)}
     records = {source.langs_name: source.records for source in loader.corpus.sources}
     drawn = {name: 500 / 64 * n / records[name.split()[1]] for name, n in found.items()}
-    assert len(shown) == sum(len(spec.sources) for spec in loader.streams)
+    assert len(shown) == sum(len(spec.sources) for spec in loader.last_streams)
     small = shown.pop("mlm yy")  # 120 sentences are about 12 samples, of which the last of each epoch is short
     assert small == pytest.approx(drawn.pop("mlm yy"), rel=0.2)
     assert shown == pytest.approx(drawn, rel=0.1)

@@ -319,7 +319,7 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     run += [f"model.tokenizer={demo / 'tokenizer'}", "train.steps=12", "checkpoint.every=1", "checkpoint.keep=99"]
     run += ["streams.tlm.samples=16", "data.workers=0", "--data", str(tmp_path / "pairs")]
     loader = launch.loader_of(run)
-    *_, fifth = islice(loader.batches(Process(1, 2, 1, 2), "cpu", initial_state(loader.streams), 5), 5)
+    *_, fifth = islice(loader.batches(Process(1, 2, 1, 2), "cpu", initial_state(loader.last_streams), 5), 5)
     (source,) = loader.corpus.sources
     places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
     for key in fifth.record_keys()["tlm"]:

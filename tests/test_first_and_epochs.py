@@ -48,11 +48,11 @@ def loader_of(data: Path, demo: Path, recipe: str, *sets: str) -> Loader:
 
 def consumed(loader: Loader, steps: int) -> dict[str, list[str]]:
     """Keys of the records of the first steps, by stream."""
-    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams))
     dataset, keys = loader.dataset(), {}
     for _ in range(steps):
         plan = mixture.next_plan_of_rank()
-        for stream in loader.streams:
+        for stream in loader.last_streams:
             keys.setdefault(stream.name, []).extend(
                 key for stream_batch in dataset.stream_batches(stream, plan) for key in stream_batch.keys
             )
@@ -97,7 +97,7 @@ def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
     whole, cut = (loader_of(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
     other = loader_of(texts, demo, "tlm", "data.first=151")
     assert launch.identity(whole) != launch.identity(cut) != launch.identity(other)
-    assert [loader.streams[0].record_count(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
+    assert [loader.last_streams[0].record_count(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
 
 
 def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, shard_records: Callable) -> None:

@@ -189,7 +189,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     measured = calibrate(recipe, corpus, CpuGroup())
     lines = [(1.3 * a, b) for a, b in measured.lines]  # the order of running text depends on it
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
-    head, state = draw(parent, initial_state(parent.streams), 5)
+    head, state = draw(parent, initial_state(parent.last_streams), 5)
     alone, _ = draw(parent, state, 40)
     manifest = {"identity": launch.identity(parent), "state": state, "calibration": asdict(parent.calibration)}
     saved = json.loads(json.dumps(manifest))

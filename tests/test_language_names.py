@@ -48,16 +48,18 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     sets = ["data.workers=0", "streams.tlm.samples=36", "streams.mlm.samples=8", "train.max_tokens=512"]
     languages = "[zh-CN-en, zh-CN-pt-BR, en-zh-Hant]"  # either way round
     loader = open_run("xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data])
-    names = {spec.name: sorted(loader.corpus.sources[s].langs_name for s in spec.sources) for spec in loader.streams}
+    names = {
+        spec.name: sorted(loader.corpus.sources[s].langs_name for s in spec.sources) for spec in loader.last_streams
+    }
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hant", "zh-CN-pt-BR"]}
-    tlm = next(spec for spec in loader.streams if spec.name == "tlm")
+    tlm = next(spec for spec in loader.last_streams if spec.name == "tlm")
     sizes = [source.records for source in loader.corpus.sources]
     weights = dict(zip(tlm.sources, stream_weights(tlm, loader.corpus.sources, 0.7, sizes), strict=True))
     total = sum(n**0.7 for n in PAIRS.values())
     assert {loader.corpus.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}
     )
-    state = initial_state(loader.streams)
+    state = initial_state(loader.last_streams)
     drawn = Counter[str]()
     for batch in islice(loader.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
         pairs = set[str]()

@@ -253,7 +253,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         loader = launch.open_run(
             "dict_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo], measured=False
         )
-        (lexicon,) = loader.streams[0].lexicons
+        (lexicon,) = loader.last_streams[0].lexicons
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
         assert {tuple(p[::flip]) for p in lexicon.single_token_pairs().tolist()} == pairs

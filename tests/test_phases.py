@@ -78,7 +78,7 @@ def plan(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Loader:
 
 
 def steps_of(loader: Loader, state: dict[str, Any] | None = None, place: Process = ALONE) -> Iterator[StepBatch]:
-    state = state or initial_state(loader.streams)
+    state = state or initial_state(loader.last_streams)
     return loader.batches(place, "cpu", state, loader.recipe.train.steps - state["step"])
 
 
@@ -102,12 +102,12 @@ def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
 def test_positions_go_on(plan: Loader) -> None:
     """No record is read twice in an epoch and none is left out, though lengths, languages and shares change."""
     read = Counter[tuple[Any, ...]]()
-    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.streams), 20):
+    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.last_streams), 20):
         for stream, table in of_step.tables.items():
             places = (table.source, table.epoch, table.shard, table.record)
             read.update((stream, *place) for place in zip(*(array.tolist() for array in places), strict=True))
     assert max(read.values()) == 1
-    for spec in plan.streams:
+    for spec in plan.last_streams:
         for source, (epoch, position, *_) in zip(spec.sources, of_step.state["positions"][spec.name], strict=True):
             found = Counter(place[2] for place in read if place[:2] == (spec.name, source))
             assert found.pop(epoch, 0) == position and set(found.values()) <= {plan.corpus.sources[source].records}
@@ -122,7 +122,7 @@ def test_positions_keep_the_form_of_earlier_checkpoints() -> None:
 
 def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
     whole = list(steps_of(plan))
-    states = [initial_state(plan.streams), *(batch.state for batch in whole)]
+    states = [initial_state(plan.last_streams), *(batch.state for batch in whole)]
     for step in (1, 3, 4, 5, 7, 10, 14, 19):
         state = json.loads(json.dumps(states[step]))
         rest = list(steps_of(plan, state))
@@ -191,7 +191,7 @@ def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> 
 def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> None:
     loader = open_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo])
     lines = loader.calibration.lines
-    for stream in loader.streams:
+    for stream in loader.last_streams:
         sources = [loader.corpus.sources[s] for s in stream.sources]
         size = [sum(int(s.byte_lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
         tokens = []

@@ -188,7 +188,7 @@ def test_what_a_file_system_answers_names_the_file(
     monkeypatch.setattr(os, "pread", broken)
     monkeypatch.setattr(shards, "ENTRIES", "absent")  # so that a planner reads too
     with pytest.raises(OSError) as raised:
-        list(loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 3))
+        list(loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams), 3))
     error, memory = raised.value, number == errno.ENOMEM
     assert exit_code_and_message(error)[0] == (USER_ERROR if memory else MACHINE)
     said = exit_code_and_message(error)[1]

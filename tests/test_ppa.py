@@ -371,7 +371,7 @@ def run_steps(loader: Loader, steps: int, skip: set[int], check: Any) -> None:
     engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe), skip)
     moco = engine.module.auxiliary_states["ppa"]
     warm_up_queues(engine, loader, process)
-    for batch in loader.batches(process, "cpu", initial_state(loader.streams), steps):
+    for batch in loader.batches(process, "cpu", initial_state(loader.last_streams), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {count_key("ppa", "moco"): 7, count_key("ppa", "tlm"): 50}
         result = optimizer_step(engine, loader.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
@@ -414,8 +414,8 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     filling, stream = (
         [
             key
-            for batch in of.batches(place, "cpu", initial_state(of.streams), 3)
-            for key in batch.record_keys()[of.streams[0].name]
+            for batch in of.batches(place, "cpu", initial_state(of.last_streams), 3)
+            for key in batch.record_keys()[of.last_streams[0].name]
         ]
         for of in (warm_up, loader)
     )
@@ -423,7 +423,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     expected, plain = [], []
     key_encoder, projection = moco.momentum.masters
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
-    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.streams), 3):
+    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.last_streams), 3):
         for row in batch.rows:
             keys = row.auxiliary["ppa.prefill"].to(CPU)
             tokens = keys.tokens

@@ -155,11 +155,11 @@ def plain_model(module: StepModule, loader: Loader) -> plain.Model:
 def samples_of(loader: Loader) -> tuple[dict[str, StreamBatch], dict[str, list[Example]]]:
     """The first step as one piece of each stream, and its records."""
     (stream_batches,) = launch.pieces_of(loader, 1)
-    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams))
     mixture.max_tokens = 1 << 40
     dataset, plan = loader.dataset(), mixture.next_plan_of_rank()
     examples = {}
-    for stream in loader.streams:
+    for stream in loader.last_streams:
         examples[stream.name] = list(dataset.examples(stream, plan.tables[stream.name], dataset.stream_context(stream)))
     return stream_batches, examples
 
@@ -291,7 +291,7 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
 
 
 def piece_of_nothing(loader: Loader, name: str) -> StreamBatch:
-    stream = next(stream for stream in loader.streams if stream.name == name)
+    stream = next(stream for stream in loader.last_streams if stream.name == name)
     return stream.objective.collate([], stream.options, loader.dataset().stream_context(stream))
 
 

@@ -151,7 +151,7 @@ def test_a_run_consumes_what_it_would_from_disk(
         find_task_sources(EvalTask("heldout", [f"{server.url}/en"]), far.recipe, far.corpus)
     steps = 10  # more than two epochs of pairs
     near_keys, far_keys = (
-        [batch.record_keys() for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), steps)]
+        [batch.record_keys() for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), steps)]
         for loader in (near, far)
     )
     assert near_keys == far_keys
@@ -243,7 +243,7 @@ def test_the_planner_fetches_ahead(server: type[Handler], demo: Path, tmp_path: 
     loader = open_spec(server.url, demo, tmp_path, *sets)
     for path in cached_shards(tmp_path):
         path.unlink()
-    next(loader.batches(ALONE, "cpu", initial_state(loader.streams), 10_000))
+    next(loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 10_000))
     deadline = time.monotonic() + 30
     while len(cached_shards(tmp_path)) < 12:
         assert time.monotonic() < deadline

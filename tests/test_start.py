@@ -192,7 +192,7 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: advised.append(fd))
     loader = open_run("tlm", SETS, [demo])
     assert not advised, "a look at a few records"
-    next(loader.batches(Process(0, ranks, 0, 1), "cpu", initial_state(loader.streams), 1))
+    next(loader.batches(Process(0, ranks, 0, 1), "cpu", initial_state(loader.last_streams), 1))
     assert bool(advised) == asked
 
 

@@ -89,7 +89,7 @@ def test_losses_by_language(demo: Path) -> None:
     loader = open_run("xlm", sets, [demo])
     engine = engine_of(loader)
     engine.module.eval()
-    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 1)
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(loader, 1)
     weights = weights_of_term_sums(loader.recipe, batch.counts_without_languages(), 0)
@@ -105,8 +105,8 @@ def test_losses_by_language(demo: Path) -> None:
         counts = [n for name, n in found.items() if name.startswith(f"count/{stream}/")]
         assert sum(counts) == batch.counts()[count_key(stream, "mlm")]
     special = loader.corpus.tokenizer.pair.special_count
-    plan = loader.mixture(ALONE, "cpu", initial_state(loader.streams)).next_plan_of_rank()
-    pairs = next(stream for stream in loader.streams if stream.name == "tlm")
+    plan = loader.mixture(ALONE, "cpu", initial_state(loader.last_streams)).next_plan_of_rank()
+    pairs = next(stream for stream in loader.last_streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
     for example in dataset.examples(pairs, plan.tables["tlm"], dataset.stream_context(pairs)):
@@ -135,7 +135,7 @@ def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(tlm.OBJECTIVE, collate=collate, loss=loss))
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
-    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 1)
     sums = sum_evaluation_losses(engine, loader.recipe, batch.rows, rank=0).by_key()
     found = language_metrics(sums, batch.counts(), loader.recipe)
     pairs = batch.rows[0].language_groups["tlm"]
@@ -181,7 +181,7 @@ def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) 
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
     loader = open_run("tlm", ["data.workers=0", *sets], [demo], measured=False)
     held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=20), loader, engine_of(loader), ALONE, print)
-    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 1)
     types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held.batch)]
     assert types == [{0}, {1 + loader.corpus.languages.index(language) for language in ("en", "xx")}]
 

@@ -84,7 +84,7 @@ def measure_requirements(
 ) -> Iterator[str]:
     """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank. The data of a
     rank's first two steps are loaded for them."""
-    mixture = loader.mixture(process, device, initial_state(loader.streams))
+    mixture = loader.mixture(process, device, initial_state(loader.last_streams))
     dataset = loader.dataset()
     plan = mixture.next_plan()
     first = raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
@@ -94,7 +94,7 @@ def measure_requirements(
         f"{plan.row_tokens.sum():,.0f} tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each "
         f"rank (train.max_tokens {loader.max_tokens(device):,}); precision: {config.precision}"
     )
-    samples = sum(stream.samples for stream in loader.streams)
+    samples = sum(stream.samples for stream in loader.last_streams)
     if samples < process.world:
         yield (
             f"warning: a step has only {samples:,} samples for {process.world:,} ranks, so "

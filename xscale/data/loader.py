@@ -305,8 +305,9 @@ class Loader:
     on all ranks."""
 
     @property
-    def streams(self) -> Sequence[Stream]:
-        """The streams after the last phase."""
+    def last_streams(self) -> Sequence[Stream]:
+        """The streams of the steps after the last phase. A phase has streams of the same names, with its own
+        values."""
         return self.corpus.streams.last
 
     def max_tokens(self, device: str) -> int:

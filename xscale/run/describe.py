@@ -135,7 +135,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     data = loader.recipe.data
     sizes = {by: source_sizes(loader.corpus.sources, loader.calibration, by) for by in ("records", "tokens", "bytes")}
     unless = ", unless a phase changes the stream" if loader.recipe.phases else ""
-    for stream in loader.streams:
+    for stream in loader.last_streams:
         texts = list[str]()
         weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
         for number, weight in zip(stream.sources, weights.tolist(), strict=True):

@@ -47,7 +47,7 @@ class Trainer:
         self.engine = engine
         self.config = config
         self.context = context
-        self.data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
+        self.data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
         """The mixture's state after the steps done, which has the streams' positions in their data."""
         self.done = self.data_state["step"]
         """The number of steps done."""
@@ -173,7 +173,7 @@ class Trainer:
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),
             "state": self.data_state,
-            "sources": describe_sources_read(self.data_state, loader.streams, loader.corpus.sources),
+            "sources": describe_sources_read(self.data_state, loader.last_streams, loader.corpus.sources),
             "calibration": asdict(loader.calibration),
             "engine": self.config.settings_in_checkpoint(),
             "has_new_head": self.engine.module.encoder.has_new_head,

@@ -133,7 +133,7 @@ def build_trainer(
     loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, cpu_group, LOG.info)
     if process.is_main:
         write_config_files(args.out, run, loader, checkpoint)
-    data_state = checkpoint.state if checkpoint else initial_state(loader.streams)
+    data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
     plans = loader.plans(process, run.hardware.device, data_state, left, cpu_group)
@@ -208,7 +208,7 @@ def single_stream_loader(loader: Loader, stream_name: str) -> Loader:
     """Return a loader that has a single stream and reads its data in a different order: the new name changes the
     stream's random keys."""
     name = f"{stream_name}.prefill"
-    (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
+    (stream,) = (replace(stream, name=name) for stream in loader.last_streams if stream.name == stream_name)
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
     corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
     correction = loader.calibration.streams.get(stream_name, Correction())
@@ -226,8 +226,8 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
-        steps = 2 * -(-wanted // warm_up.streams[0].samples)
-        for batch in warm_up.batches(process, device.type, initial_state(warm_up.streams), steps):
+        steps = 2 * -(-wanted // warm_up.last_streams[0].samples)
+        for batch in warm_up.batches(process, device.type, initial_state(warm_up.last_streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(loader.recipe.train.seed, "prefill", name, *place))
