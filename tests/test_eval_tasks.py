@@ -31,9 +31,7 @@ def random_model(path: Path, tokenizer: Tokenizer, positions: int = 20, seed: in
     config = BertConfig(
         **SHAPE, vocab_size=tokenizer.vocab_size, max_position_embeddings=positions, initializer_range=0.3
     )
-    lm = AutoModelForMaskedLM.from_config(config)
-    torch.nn.init.normal_(lm.cls.predictions.bias)  # as of a trained head
-    lm.save_pretrained(path)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(path)
     tokenizer.hf.save_pretrained(path)
     return path
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,6 @@ def test_cells_of_one_folder_have_the_same_settings(driver: Any, tmp_path: Path)
     assert len(grid("steps=200", "seeds=[0, 1]").cells) == 24
     with pytest.raises(UserError, match=r"settings.json.*--out"):
         grid("steps=300")
-
-
-def test_a_refused_row_leaves_the_others(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of the TLM loss of an untrained head: `xscale eval` ends with code 2, and writes the other rows."""
-    grid = driver.Grid(arguments(tmp_path))
-    (tmp_path / "parts" / "trans.inv").mkdir(parents=True)
-
-    def run(*words: object, code: int = 2) -> None:
-        Path(str(words[-1])).write_text('{"results": {"aer": {}}}')
-        raise subprocess.CalledProcessError(code, "xscale eval")
-
-    monkeypatch.setattr(grid, "run", run)
-    assert grid.results(grid.cells[0], "words") == {"aer": {}}
-    monkeypatch.setattr(grid, "run", partial(run, code=1))
-    with pytest.raises(subprocess.CalledProcessError):
-        grid.results(grid.cells[0], "killed")
 
 
 def cell(arm: str, seed: int, **scores: float) -> dict[str, Any]:

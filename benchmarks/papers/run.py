@@ -112,17 +112,11 @@ class Grid:
             subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=True)
 
     def results(self, cell: Cell, part: str, *words: object) -> dict[str, dict[str, Scores]]:
-        """Run a command that writes parts/CELL.PART.json, unless the file exists. Returns {task: {row: scores}} without
-        rows that cannot be evaluated, such as the TLM loss of an untrained head."""
+        """Run a command that writes parts/CELL.PART.json, unless the file exists. Returns {task: {row: scores}}."""
         path = self.out / f"parts/{cell.path}.{folder_name(part)}.json"
         if not path.exists():
             partial = path.with_suffix(".partial.json")  # an evaluation writes its file after each task
-            partial.unlink(missing_ok=True)
-            try:
-                self.run("-m", *words, "--out", partial)
-            except subprocess.CalledProcessError as error:
-                if error.returncode != 2 or not partial.exists():
-                    raise
+            self.run("-m", *words, "--out", partial)
             partial.rename(path)
         return json.loads(path.read_text(encoding="utf-8"))["results"]
 
@@ -254,8 +248,7 @@ class Grid:
             best = min(layers, key=lambda row: row["AER"])
             scores |= {f"AER {pair}": 100 * best["AER"], f"AER {pair}, last layer": 100 * layers[-1]["AER"]}
             scores[f"F1 {pair}"] = 100 * best["F1"]
-        if "heldout" in results:
-            scores["TLM loss"] = mean(row["tlm_loss"] for row in results["heldout"].values())
+        scores["TLM loss"] = mean(row["tlm_loss"] for row in results["heldout"].values())
         texts = ("--texts", self.data / spec["retrieval"], "--pooling", "mean", "--limit", self.scale["tests"])
         results = self.results(cell, "sentences", *evaluate, "retrieval", *texts)
         scores["retrieval"] = 100 * mean(row["accuracy"] for row in results["retrieval"].values())

@@ -43,8 +43,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
 
     if model.headless:  # transformers has added a random head
         raise UserError(
-            f"--model {model.path} has no trained masked-LM head, but task heldout measures the loss of this head. Use "
-            "a model whose training predicted masked words"
+            f"--model {model.path} has no masked-LM head, but task heldout measures the loss of this head. Use a "
+            "directory that AutoModelForMaskedLM has saved"
         )
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,

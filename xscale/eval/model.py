@@ -16,7 +16,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import resampled_scores, score_intervals
 from xscale.eval.sentence_files import read_pooling
-from xscale.models.build import has_untrained_head, longest_sequence, read_pretrained, read_xscale_field
+from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
 from xscale.models.encoder import Encoder
 
 Scores = dict[str, float]
@@ -57,8 +57,8 @@ class ExportedModel:
                 f"--model {path}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, but the model has only "
                 f"{lm.config.vocab_size:,} embeddings. Save in {path} the tokenizer that the model was trained with"
             )
-        self.headless = not has_head or has_untrained_head(lm)
-        """True if the directory has no trained masked-LM head, so that the head is random."""
+        self.headless = not has_head
+        """True if the directory has no masked-LM head, so that the head is random."""
         trained = read_xscale_field(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each language id. Id 0 is the neutral language embedding."""
