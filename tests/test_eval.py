@@ -193,7 +193,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 
 
 def test_folders_that_others_saved(
-    measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+    measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a masked-LM head nothing is measured that reads it; without a tokenizer, with one of more words than the
     model has, or without weights that config.json asks for, nothing at all."""
@@ -206,6 +206,10 @@ def test_folders_that_others_saved(
     code, found = measure("--task", "heldout", "retrieval", "--model", tmp_path / "hf")
     assert code == 2 and set(found["results"]) == {"retrieval"}
     assert "has no masked-LM head, but task heldout measures" in capsys.readouterr().err
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "random_head")
+    tokenizer.hf.save_pretrained(tmp_path / "random_head")
+    assert measure("--task", "heldout", "--model", tmp_path / "random_head")[0] == 0
+    assert "the masked-LM head was never trained" in caplog.text
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
     capsys.readouterr()

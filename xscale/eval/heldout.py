@@ -24,9 +24,10 @@ from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores, read_texts
+from xscale.models.build import has_untrained_head
 from xscale.objectives import Parts, tlm
 from xscale.step.module import encoder_states
 
@@ -45,6 +46,11 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
         raise UserError(
             f"--model {model.path} has no masked-LM head, but task heldout measures the loss of this head. Use a "
             "directory that AutoModelForMaskedLM has saved"
+        )
+    if has_untrained_head(model.encoder.lm):
+        LOG.warning(
+            f"--model {model.path}: the masked-LM head was never trained, so the TLM loss of {source.langs_name} is "
+            "that of random predictions"
         )
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,
