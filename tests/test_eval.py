@@ -80,7 +80,9 @@ def test_masks_depend_on_the_number_of_a_pair_alone(
     _, again = measure("--task", "heldout", "--data", tmp_path / "again")
     numbers = [results["results"]["heldout"]["en-xx"] for results in (first, again)]
     assert numbers[0]["tlm_loss"] == pytest.approx(numbers[1]["tlm_loss"], rel=1e-9)
-    assert numbers[0]["targets"] == numbers[1]["targets"]
+    assert numbers[0]["targets"] == numbers[1]["targets"] and first["checksums"] == again["checksums"]
+    _, other = measure("--task", "heldout", "--limit", 59)
+    assert first["checksums"]["heldout"]["en-xx"] != other["checksums"]["heldout"]["en-xx"]
 
 
 def test_rows_of_several_pairs_have_the_numbers_of_single_pairs(

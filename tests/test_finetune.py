@@ -541,6 +541,8 @@ def test_a_command_trains_and_scores(
     assert summary["majority"] == 0.8 and found["results"]["xnli"]["de zero-shot"]["examples"] == 5
     assert all(len(values) == 3 for row in found["seeds"]["xnli"].values() for values in row.values())
     assert len(found["intervals"]["xnli"]["de"]["delta"]) == 2
+    assert found["checksums"]["xnli"].keys() == found["results"]["xnli"].keys()
+    assert found["checksums"]["xnli"]["de"] == found["checksums"]["xnli"]["de majority"]
     settings = found["settings"]
     assert (
         settings["seeds"] == [0, 1, 2] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)

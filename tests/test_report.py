@@ -230,6 +230,24 @@ def test_differences_of_models_have_paired_intervals(tmp_path: Path) -> None:
         assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.008) and p < 0.01
 
 
+@pytest.mark.parametrize(
+    ("sentences", "checksum", "shown"),
+    [(50, 1, "+0 [+0, +0], p 1"), (50, None, "+0 [+0, +0], p 1"), (50, 2, "other text"), (60, None, "other text")],
+)
+def test_scores_of_different_tests_have_no_difference(
+    tmp_path: Path, sentences: int, checksum: int | None, shown: str
+) -> None:
+    """An older file has no checksums, only numbers of sentences."""
+    files = []
+    for model, count, value in (("a", 50, 1), ("b", sentences, checksum)):
+        checksums = {"retrieval": {"en-de": value}} if value else {}
+        right = np.arange(count) % 2 == 0
+        files.append(result_file(tmp_path / f"{model}.json", model, {"en-de": right}, checksums=checksums))
+    page = page_of(*files, out=tmp_path / "table.html")
+    assert row_of(page, "en-de", "accuracy")[-1] == shown
+    assert row_of(page, "en-de", "sentences")[-1] == "–"
+
+
 def test_blanks_are_explained(tmp_path: Path) -> None:
     right = np.arange(50) % 2 == 0
     alignment = {"alignment": {"de-en": {"withheld": 0.5}}}

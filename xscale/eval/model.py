@@ -1,6 +1,7 @@
 """Loads an exported encoder for evaluation, and writes the JSON file of its scores."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,21 @@ def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
     return [source.read(*place).texts for place in places]
 
 
-def write_results(out: Path, model: Path, results: dict[str, dict[str, Scores]], **further_fields: Any) -> None:
+def text_checksum(sentences: Sequence[Any]) -> int:
+    """Return a checksum of the sentences of a test, which shows whether two models were tested on the same text."""
+    return zlib.crc32(json.dumps(list(sentences)).encode())
+
+
+def write_results(
+    out: Path,
+    model: Path,
+    results: dict[str, dict[str, Scores]],
+    checksums: dict[str, dict[str, int]],
+    **further_fields: Any,
+) -> None:
     """Write the JSON file of a model's scores, with their intervals and their values in resampled texts. All models are
     resampled with the same sentences, so values of two models can be subtracted. results: {task: {results row:
-    scores}}."""
+    scores}}. checksums: {task: {results row: text_checksum of its test}}."""
     content = {"model": str(model), "results": results, "intervals": score_intervals(results), **further_fields}
-    files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")
+    content |= {"resampled": resampled_scores(results), "checksums": checksums}
+    files.write_text(out, json.dumps(content) + "\n")

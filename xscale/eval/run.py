@@ -4,11 +4,12 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_n
 from xscale.errors import ExitCode, UserError, check_arguments, report_error
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
-from xscale.eval.model import ExportedModel, Scores, read_texts, write_results
+from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
 
 RECORDS = 1000
 """The default of --limit, except for --texts."""
@@ -38,6 +39,8 @@ class ResultsRow:
     """The path of the row's data, which distinguishes rows with the same name."""
     evaluate: Callable[[ExportedModel], dict[str, Scores]]
     """Returns {variant: scores}. A task without variants has the single variant ""."""
+    read: Callable[[], Sequence[Any]] = tuple
+    """Returns the test sentences."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,20 +140,23 @@ def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None
     file stays. Return the exit code: 2 if a row cannot be evaluated, else 0."""
     times = Counter((row.task, row.name) for row in rows)
     results: dict[str, dict[str, Scores]] = {}
+    checksums: dict[str, dict[str, int]] = {}
     code = 0
     for row in tqdm(rows, unit="row", disable=None):
         name = row.name if times[row.task, row.name] == 1 else f"{row.name} ({row.path})"
         try:
+            checksum = text_checksum(row.read())
             for variant, scores in row.evaluate(model).items():
                 full_name = f"{name} {variant}".strip()
                 results.setdefault(row.task, {})[full_name] = scores
+                checksums.setdefault(row.task, {})[full_name] = checksum
                 listed = ", ".join(map(format_score, scores, scores.values()))
                 tqdm.write(f"{row.task} {full_name}: {listed}", file=sys.stdout)
         except UserError as error:
             code = 2
             print(f"error: task {row.task} on {name}: {error}", file=sys.stderr)
         if out and results:
-            write_results(out, model.path, results)
+            write_results(out, model.path, results, checksums)
     return code
 
 
@@ -193,7 +199,8 @@ def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[Result
     rows = []
     for source in require_pair_sources(args, sources):
         evaluate = partial(heldout.evaluate, source=source, limit=args.limit or RECORDS)
-        rows.append(ResultsRow("heldout", source.sorted_langs_name, source.directory, evaluate))
+        read = partial(read_texts, source, args.limit or RECORDS)
+        rows.append(ResultsRow("heldout", source.sorted_langs_name, source.directory, evaluate, read))
     return rows
 
 
@@ -211,7 +218,9 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
                 if not has_english or "en" in map(short_code, langs):
                     read = partial(read_parallel_lines, paths[langs[0]], paths[langs[1]], args.limit)
                     rows.append(
-                        ResultsRow("retrieval", sorted_pair_name(langs), Path(name), partial(evaluate, langs, read))
+                        ResultsRow(
+                            "retrieval", sorted_pair_name(langs), Path(name), partial(evaluate, langs, read), read
+                        )
                     )
     if args.texts and not rows and not args.data:
         raise UserError(
@@ -221,10 +230,8 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            row = ResultsRow(
-                "retrieval", source.sorted_langs_name, source.directory, partial(evaluate, source.langs, read)
-            )
-            rows.append(row)
+            retrieve = partial(evaluate, source.langs, read)
+            rows.append(ResultsRow("retrieval", source.sorted_langs_name, source.directory, retrieve, read))
     return rows
 
 
@@ -279,7 +286,8 @@ def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow
             layers=args.layer or [retrieval.ALL],
             limit=args.limit or RECORDS,
         )
-        rows.append(ResultsRow("aer", sorted_pair_name(langs), paths[0], evaluate))
+        read = partial(aer.read_all_lines, paths[0])
+        rows.append(ResultsRow("aer", sorted_pair_name(langs), paths[0], evaluate, read))
     return rows
 
 

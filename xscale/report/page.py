@@ -10,7 +10,7 @@ import jinja2
 from xscale.eval.bootstrap import Score, p_value, weighted_sum
 from xscale.metric_keys import MetricKey, better_direction
 from xscale.report.charts import Lines, draw_chart
-from xscale.report.read import Results, Run, ScoreName
+from xscale.report.read import CHECKSUM, Results, Run, ScoreName
 
 Cell = str | float | None
 SUMS = {"tokens": "tokens in the logged steps", "step_s": "seconds in the logged steps", "skipped": "skipped steps"}
@@ -21,7 +21,7 @@ PAIRED = (
     "models with the same sentences. `not in file`: the model was evaluated with another --task, --data, --pooling "
     "or --layer than the other models, or does not have the layer. `no interval`: the score, such as `alignment`, is "
     "not a mean over sentences. A dash: one of the two models does not have the score, or the metric, such as a number "
-    "of sentences, does not measure quality."
+    "of sentences, does not measure quality. `other text`: the two models were tested on different sentences."
 )
 
 
@@ -130,10 +130,12 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
         head.append(f"{other_name} − first")
     tables: dict[str, Table] = {}
     for name in dict.fromkeys(chain.from_iterable(models.values())):
+        if name.metric == CHECKSUM:
+            continue
         row: list[Cell] = [name.row, name.metric]
         for scores in models.values():
             row.append(format_score_and_interval(scores[name]) if name in scores else absent)
-        row += [difference_cell(name, first.get(name), other.get(name)) for other in others]
+        row += [difference_cell(name, first, other) for other in others]
         tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
     section.tables = list(tables.values())
 
@@ -146,11 +148,18 @@ def format_score_and_interval(score: float) -> Cell:
     return text
 
 
-def difference_cell(name: ScoreName, first: float | None, other: float | None) -> Cell:
+def difference_cell(name: ScoreName, first_scores: Results, other_scores: Results) -> Cell:
     """Return the difference of another model's score from the first model's. It is None if one of the two lacks the
-    score, or if the metric has no better direction."""
+    score, or if the metric has no better direction, and `other text` if the two models had different tests."""
+    first = first_scores.get(name)
+    other = other_scores.get(name)
     if first is None or other is None or not better_direction(name.metric):
         return None
+    for metric in (CHECKSUM, "sentences", "examples"):
+        first_test = first_scores.get(name._replace(metric=metric))
+        other_test = other_scores.get(name._replace(metric=metric))
+        if first_test is not None and other_test is not None and first_test != other_test:
+            return "other text"
     difference = weighted_sum([other, first], [1, -1])
     if not isinstance(first, Score) or not isinstance(other, Score):
         return f"{difference:+.4g}, no interval"

@@ -19,6 +19,8 @@ from xscale.metric_keys import MetricKey
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""
+CHECKSUM = "checksum of the text"
+"""The name of the metric in Results that has a checksum of a row's test sentences."""
 T = TypeVar("T")
 Results = dict[ScoreName, float]
 """A model's scores: those of result files, or of a run's last evaluation. A score is a Score if its values in resampled
@@ -31,6 +33,8 @@ class Evaluation(BaseModel):
     model: str = ""
     results: ScoreTree[float | None]
     resampled: ScoreTree[Annotated[list[float | None], Field(min_length=REPLICATES, max_length=REPLICATES)]] = {}
+    checksums: dict[str, dict[str, int]] = {}
+    """{task: {results row: checksum of the test's text}}."""
 
     def to_results(self) -> Results:
         results: Results = {}
@@ -38,6 +42,9 @@ class Evaluation(BaseModel):
             results[name] = float("nan" if number is None else number)
         for name, values in named_values(self.resampled):
             results[name] = Score(results.get(name, math.nan), np.array(values, dtype=float))
+        for task, checksums in self.checksums.items():
+            for row, checksum in checksums.items():
+                results[ScoreName(task, row, CHECKSUM)] = checksum
         return results
 
 

@@ -36,7 +36,7 @@ from xscale.eval.finetune.transfer import (
     predict_majority,
     summarize_by_language,
 )
-from xscale.eval.model import ExportedModel, write_results
+from xscale.eval.model import ExportedModel, text_checksum, write_results
 
 NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
     "limit": (int, None, 1, "read only the first N examples of each training file"),
@@ -159,9 +159,18 @@ def measure_transfer(args: argparse.Namespace) -> None:
                 predictions = predict_majority(text.examples, tests[test])
                 append_seed_scores(majority, row, task.score(tests[test], predictions, test))
         results = summarize_by_language(scores | majority, tests)
+        checksums = {}
+        for row in results:
+            examples = tests[row.split(" ")[0]]
+            checksums[row] = text_checksum([(example.texts, example.labels) for example in examples])
         if env_number("RANK", 0) == 0:
             write_results(
-                Path(args.out), encoder.path, {args.task: results}, seeds={args.task: scores}, settings=settings
+                Path(args.out),
+                encoder.path,
+                {args.task: results},
+                {args.task: checksums},
+                seeds={args.task: scores},
+                settings=settings,
             )
     for row, averages in results.items():
         print_on_rank_0(f"{args.task} {row}: {', '.join(map(format_score, averages, averages.values()))}")
