@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     report.append(f"{len(entries):,} different entries")
     if args.drop_identical:
         entries = [(first, second) for first, second in entries if first != second]
-        report.append(f"{len(entries):,} entries with two different words")
+        report.append(f"{len(entries):,} entries after --drop_identical (without entries whose two words are the same)")
     if args.share is not None:
         entries = sample_entries(entries, args.share, args.seed)
         report.append(f"{len(entries):,} entries chosen by --share {args.share:g} --seed {args.seed}")

@@ -337,7 +337,7 @@ def test_a_step_without_targets_is_an_error() -> None:
     batch: Any = None
     nothing = AgreedStep(batch, none, {}, samples=0, flush=0, vector_counts={})
     with pytest.raises(
-        UserError, match=r"step 7 has no tokens to predict, .*longer than data.max_length \(16 .*64 pairs.*truncate"
+        UserError, match=r"step 7 has no tokens to predict: 64 of .*longer than data.max_length \(16 .*truncate"
     ):
         check_step_has_targets(nothing, 7, recipe)
     with pytest.raises(UserError, match=r"step 7 has no tokens to predict. Set more samples"):

@@ -142,10 +142,10 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: by index.json, the word alignments number the words of the segmentation "
-                f"{self.segmentation}, which this version of xscale does not have. Use the version of xscale that "
-                "wrote the shards, or write the shards again from the text: `xscale data write_shards pairs ... "
-                "--align` (or `--links FILE`)"
+                f"{self.directory}: according to index.json, the word alignments count words as the segmentation "
+                f"{self.segmentation} divides them. This version of xscale does not have this segmentation. Use the "
+                "version that wrote the shards, or write the shards again from the text: `xscale data write_shards "
+                "pairs ... --align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:

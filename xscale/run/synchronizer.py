@@ -143,8 +143,8 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     if not count or recipe.data.overlong == "truncate":
         raise UserError(f"step {step} has no tokens to predict. Set more samples per step (streams.NAME.samples)")
     raise UserError(
-        f"step {step} has no tokens to predict, because the run leaves out pairs that are longer than data.max_length "
-        f"({recipe.data.max_length} tokens), and {count:,} pairs of the step are. Set a larger data.max_length, "
+        f"step {step} has no tokens to predict: {count:,} of its pairs are longer than data.max_length "
+        f"({recipe.data.max_length} tokens), and the run leaves out such pairs. Set a larger data.max_length, "
         "data.overlong=truncate, or more samples per step"
     )
 
