@@ -284,7 +284,9 @@ class Corpus(Strict):
                     f"sources.{number}.pairs: {list(source.pairs)} are the same language. Write two different languages"
                 )
         spellings = dict[str, str]()
-        for language in self.languages:
+        # The languages of shards are those of index.json, which corpus.yaml cannot change.
+        text_languages = set[str]().union(*(source.langs for source in self.sources if not source.shards))
+        for language in sorted(text_languages):
             other = spellings.setdefault(spelling_key(one_name[language]), language)
             if other != language:
                 problems.append(
@@ -306,8 +308,7 @@ class Corpus(Strict):
 
     @property
     def languages(self) -> list[str]:
-        languages = set[str]().union(*(source.langs for source in self.sources))
-        return sorted(languages)
+        return sorted(set[str]().union(*(source.langs for source in self.sources)))
 
     @property
     def directions_to_word_align(self) -> list[tuple[str, ...]]:
