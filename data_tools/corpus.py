@@ -284,14 +284,12 @@ class Corpus(Strict):
                     f"sources.{number}.pairs: {list(source.pairs)} are the same language. Write two different languages"
                 )
         spellings = dict[str, str]()
-        # The languages of shards are those of index.json, which corpus.yaml cannot change.
-        text_languages = set[str]().union(*(source.langs for source in self.sources if not source.shards))
-        for language in sorted(text_languages):
+        for language in self.languages:
             other = spellings.setdefault(spelling_key(one_name[language]), language)
             if other != language:
                 problems.append(
                     f"sources: {other} and {language} are names of the same language. Write either {other} or "
-                    f"{language} in all sources"
+                    f"{language} in all sources (write a source of shards again with this name)"
                 )
         if problems:
             raise ValueError("\n  ".join(problems))

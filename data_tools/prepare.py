@@ -228,11 +228,13 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     wanted = corpus.heldout.wanted_count(group)
     if count >= wanted:
         return []
-    reasons = {1: "only whole documents that occur once", 2: "only pairs whose two sentences occur in no other pair"}
-    kinds = {1: "sentences", 2: "pairs"}
+    kind, rule = {
+        1: ("sentences", "only whole documents that occur once"),
+        2: ("pairs", "only pairs whose two sentences occur in no other pair"),
+    }[len(group)]
     return [
-        f"{'-'.join(group)}: {count:,} {kinds[len(group)]} are held out. `heldout` in corpus.yaml asks for {wanted:,}, "
-        f"but prepare holds out at most a tenth of the text, and {reasons[len(group)]}. The rule length.tokens, if it "
+        f"{'-'.join(group)}: {count:,} {kind} are held out. `heldout` in corpus.yaml asks for {wanted:,}, "
+        f"but prepare holds out at most a tenth of the text, and {rule}. The rule length.tokens, if it "
         "is set, may have removed some of the held-out text"
     ]
 

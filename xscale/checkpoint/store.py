@@ -57,7 +57,7 @@ class Checkpoint:
     sources: list[dict[str, Any]] = field(default_factory=list)
     """The sources that the run had read (data/mixture.py describe_sources_read)."""
     has_new_head: bool | None = None
-    """Whether the masked-LM head had random weights at the start of the run; None: an older version saved it."""
+    """True if the masked-LM head had random weights at the start of the run; None if an older version saved it."""
 
 
 # Finding
