@@ -203,17 +203,24 @@ def _is_letter(character: str) -> bool:
 
 @cache
 def excluded_lines(paths: tuple[str, ...]) -> set[str]:
-    """Return the folded letters of each line of evaluation files. Raises UserError if a file has no
-    text, or is a table or JSON."""
+    """Return the folded letters of each line of evaluation files. Raises UserError."""
     excluded = set[str]()
     for path in paths:
-        lines = {folded_letters(line) for _, line in read_checked_lines(Path(path))} - {""}
-        if not lines:
-            raise UserError(
-                f"rules.exclude: {path} has no text. Use a file of evaluation text, or remove the file from the rule"
-            )
-        excluded |= lines
-    return excluded
+        excluded.update(folded_letters(line) for _, line in read_checked_lines(Path(path)))
+    return excluded - {""}
+
+
+def check_excluded_file(path: str) -> None:
+    """Raise UserError if a file of the rule `exclude` has no text, or is a table or JSON. Reads only the file's first
+    lines, unless they are blank."""
+    try:
+        has_text = any(folded_letters(line) for _, line in read_checked_lines(Path(path)))
+    except UserError as error:
+        raise UserError(f"rules.exclude: {error}") from None
+    if not has_text:
+        raise UserError(
+            f"rules.exclude: {path} has no text. Use a file of evaluation text, or remove the file from the rule"
+        )
 
 
 def hash_texts(units: list[list[str]]) -> np.ndarray:

@@ -27,7 +27,7 @@ from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
 from . import steps, word_aligner
-from .cleaning import cached_tokenizer, identifiable_languages, language_code
+from .cleaning import cached_tokenizer, check_excluded_file, identifiable_languages, language_code
 from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, TaskList, do_task, done_marker_path, lock_folder, run_tasks
@@ -72,8 +72,8 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 
 
 def check_corpus(corpus: Corpus) -> None:
-    """Raise UserError if a file or eflomal is missing, if a tokenizer or dictionary cannot be used, or if the model
-    that identifies languages does not know a language of the corpus."""
+    """Raise UserError if a file or eflomal is missing, if a tokenizer, a dictionary or a file of evaluation text cannot
+    be used, or if the model that identifies languages does not know a language of the corpus."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_for(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
@@ -82,6 +82,8 @@ def check_corpus(corpus: Corpus) -> None:
                     f"source {name}: {path} not found. Correct the path, which is absolute or relative to "
                     f"{Path.cwd()}. If the path is a URL, download the file first"
                 )
+        for path in rules.exclude:
+            check_excluded_file(path)
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:

@@ -331,10 +331,27 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
     assert [text for text in texts if len(text) == 1] == [("Stays here.",), ("Stays too.",)]
     removed = [source["removed"] for source in json.loads((out / "report.json").read_text())["sources"]]
     assert removed == [{"exclude": 2}, {"exclude (sentences)": 1}]
-    for number, (content, named) in enumerate((("\n", "has no text"), ("a\tb\n", "is not a file with lines of text"))):
-        (tmp_path / "test.en").write_text(content)
-        with pytest.raises(UserError, match=rf"test\.en {named}"):
-            run(tmp_path, tree, out=f"none{number}")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("\n", "has no text. Use a file of evaluation text"),
+        ("", "is empty. Use a file with text"),
+        ("a\tb\n" * 9, "is not a file with lines of text: 9 of its first 9 lines"),
+        ('{"en": "a"}\n', "is not a file with lines of text: 1 of its first 1 lines"),
+    ],
+)
+def test_a_wrong_file_of_evaluation_text_is_refused_at_the_start(tmp_path: Path, content: str, named: str) -> None:
+    """The error names the rule. --dry_run finds it, too."""
+    path = tmp_path / "test.en"
+    path.write_text(content)
+    tree = {"sources": [{"mono": "en", "text": str(tmp_path / "none"), "rules": {"exclude": [str(path)]}}]}
+    (tmp_path / "none").write_text("One.\n")
+    for words in ([], ["--dry_run"]):
+        with pytest.raises(UserError, match=re.escape(f"rules.exclude: {path} {named}")):
+            run(tmp_path, tree, *words)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
