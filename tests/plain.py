@@ -78,8 +78,8 @@ def part_of(sequences: Sequences, start: int, end: int) -> Sequences:
     """Some of the sequences; without word numbers."""
     a, b = (int(sequences.lengths[:n].sum()) for n in (start, end))
     tokens = {name: getattr(sequences, name)[a:b] for name in ("ids", "positions", "languages", "segments")}
-    each = {name: getattr(sequences, name)[start:end] for name in ("lengths", "identities")}
-    return replace(sequences, **tokens, **each, words=None)
+    each = {name: getattr(sequences, name)[start:end] for name in ("lengths", "random_keys")}
+    return replace(sequences, **tokens, **each, word_of_token=None)
 
 
 # Models
@@ -246,11 +246,11 @@ def alignlm(
     model: Model, stream: str, stream_batch: StreamBatch, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Equations 1 to 11, with a matrix A for each pair and both predictions at every position."""
-    by_identity = {int(example.identity): example for example in examples}
+    by_key = {int(example.random_key): example for example in examples}
     H_BLH = run(model.lm, stream_batch.sequences, stream_batch.types).hidden_states[-1]
     A_BLL = H_BLH.new_zeros(*H_BLH.shape[:2], H_BLH.shape[1])
-    for b, (ids, identity) in enumerate(zip(originals(stream_batch), stream_batch.sequences.identities, strict=True)):
-        example = by_identity[int(identity)]
+    for b, (ids, key) in enumerate(zip(originals(stream_batch), stream_batch.sequences.random_keys, strict=True)):
+        example = by_key[int(key)]
         A = dense_A(words_of(ids, sides_of(example), tokenizer), example.links, options.expand)
         A_BLL[b, : len(ids), : len(ids)] = A
     H_star = A_BLL.transpose(1, 2) @ H_BLH
@@ -274,15 +274,15 @@ def contextual(
 ) -> dict[str, Term]:
     """L and R, a link and a token at a time. The first half of the sequences is in the anchor language."""
     P = len(stream_batch.sequences.lengths) // 2
-    by_identity = {int(example.identity): example for example in examples}
+    by_key = {int(example.random_key): example for example in examples}
     ids = ids_of(stream_batch.sequences)
     now_BLH = run(model.lm, stream_batch.sequences).hidden_states[-1]
     with torch.no_grad():
         then_PLH = run(model.frozen[stream], part_of(stream_batch.sequences, 0, P)).hidden_states[-1]
     L = R = now_BLH.new_zeros(())
     links = tokens = 0
-    for p, identity in enumerate(stream_batch.sequences.identities[:P]):
-        example = by_identity[int(identity)]
+    for p, key in enumerate(stream_batch.sequences.random_keys[:P]):
+        example = by_key[int(key)]
         anchor = example.langs.index(options.anchor) if options.anchor else 0
         last: dict[Word, Tensor] = {}
         for side, b in ((anchor, p), (1 - anchor, P + p)):
@@ -316,11 +316,11 @@ def ppa(
     if not options.moco_weight:
         return found
     zq_PD, zk_PD = views(model, stream, stream_batch, options)
-    by_identity = {int(example.identity): example for example in examples}
+    by_key = {int(example.random_key): example for example in examples}
     assert stream_batch.auxiliary is not None
     queries, keys = part_of(stream_batch.sequences, n - P, n), stream_batch.auxiliary.sequences
-    for query, key, identity in zip(ids_of(queries), ids_of(keys), queries.identities, strict=True):
-        sides = [[tokenizer.cls_id, *ids, tokenizer.sep_id] for ids in by_identity[int(identity)].ids]
+    for query, key, random_key in zip(ids_of(queries), ids_of(keys), queries.random_keys, strict=True):
+        sides = [[tokenizer.cls_id, *ids, tokenizer.sep_id] for ids in by_key[int(random_key)].ids]
         assert [query, key] in (sides, sides[::-1])
     total, right = zq_PD.new_zeros(()), 0
     negatives_KD = torch.empty(0, zq_PD.shape[1]) if model.queue_KD is None else model.queue_KD
@@ -352,12 +352,12 @@ def views(model: Model, stream: str, stream_batch: StreamBatch, options: Any) ->
 def word_contrast(model: Model, stream_batch: StreamBatch, examples: list[Example], options: Any) -> Term:
     """A link and a negative at a time. The first half of the sequences are first sides, the second half second ones."""
     P = len(stream_batch.sequences.lengths) // 2
-    by_identity = {int(example.identity): example for example in examples}
+    by_key = {int(example.random_key): example for example in examples}
     ids = ids_of(stream_batch.sequences)
     H_BLH = run(model.lm, stream_batch.sequences).hidden_states[-1]
     samples: list[Sample] = []
-    for p, identity in enumerate(stream_batch.sequences.identities[:P]):
-        example = by_identity[int(identity)]
+    for p, key in enumerate(stream_batch.sequences.random_keys[:P]):
+        example = by_key[int(key)]
         tokens: dict[Word, list[int]] = {}
         for side, b in ((0, p), (1, P + p)):
             for i, (_, w) in enumerate(sides_of(example)[side][: len(ids[b]) - 2]):

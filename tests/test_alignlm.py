@@ -223,7 +223,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
         masked, partners, of_token = (
             stream_batch.states["masked"].columns,
             stream_batch.states["linked"],
-            stream_batch.sequences.numbers,
+            stream_batch.sequences.sequence_of_token,
         )
         original[masked] = stream_batch.labels["mono"]
         linked = [place for place in masked.tolist() if original[place] in stream_batch.labels["bi"]]

@@ -126,11 +126,11 @@ def expected_sequences(
             at: word for at, word in words.items() if word in known and all(at + i in said for i in range(len(word)))
         }
         for at, word in chosen.items():
-            use = rng.uniform(first.identity ^ rng.key("dict_mlm", "use"), np.uint64(at))
+            use = rng.uniform(first.random_key ^ rng.key("dict_mlm", "use"), np.uint64(at))
             if use >= options.dict_share:
                 continue
             used += len(word)
-            drawn = float(rng.uniform(first.identity ^ rng.key("dict_mlm", "draw"), np.uint64(at)))
+            drawn = float(rng.uniform(first.random_key ^ rng.key("dict_mlm", "draw"), np.uint64(at)))
             translation = sorted(known[word])[int(drawn * len(known[word]))]
             for i, token in enumerate(translation):
                 if options.synonym == "input":

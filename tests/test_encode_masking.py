@@ -93,7 +93,7 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
     unknown = reference.unk_token_id  # is text
     special = [token in specials and token != unknown for token in joined.ids.tolist()]
     starts = [place + 1 for place, (a, b) in enumerate(itertools.pairwise(special)) if a and not b]
-    assert joined.segment_starts.tolist() == starts
+    assert joined.text_starts.tolist() == starts
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -124,11 +124,11 @@ def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -
         assert joined.ids[here].tolist() == ids
         assert joined.positions[here].tolist() == positions
         assert joined.languages[here].tolist() == languages
-        assert joined.words[here].tolist() == words
+        assert joined.word_of_token[here].tolist() == words
         assert joined.lengths[number] == len(ids)
         assert joined.indices_in_sequence[here].tolist() == list(range(len(ids)))
-        assert set(joined.numbers[here].tolist()) == {number} and joined.starts[number] == at
-        assert joined.identities[number] == sequence[0][0].identity
+        assert set(joined.sequence_of_token[here].tolist()) == {number} and joined.starts[number] == at
+        assert joined.random_keys[number] == sequence[0][0].random_key
         at += len(ids)
     assert at == len(joined.ids)
 
@@ -156,7 +156,7 @@ def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) ->
             assert kept is original
             continue
         assert sum(map(len, kept.ids)) + 3 == max_length, "cut more than needed, or less"
-        assert kept.identity == original.identity
+        assert kept.random_key == original.random_key
         for side, whole, words, all_words in zip(kept.ids, original.ids, kept.words, original.words, strict=True):
             assert side, "a side was cut away"
             assert (
@@ -189,7 +189,7 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
     assert [token for text in texts for token in text.ids[0]] == [token for e in sample for token in e.ids[0]]
     assert all(1 <= len(text.ids[0]) <= room for text in texts)
     assert all(len({document[token // 1000] for token in text.ids[0]}) == 1 for text in texts), "documents share a text"
-    assert len({int(text.identity) for text in texts}) == len(texts), "two texts would be masked alike"
+    assert len({int(text.random_key) for text in texts}) == len(texts), "two texts would be masked alike"
     words = {
         token: word for e in sample for token, word in zip(e.ids[0], e.words[0].word_of_token.tolist(), strict=True)
     }
@@ -218,7 +218,7 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
 
 def test_a_text_that_is_one_word_is_cut_anywhere() -> None:
     texts = join_sentences([Example(("en",), (list(range(100)),), None, np.uint64(7))], 42)
-    assert [len(text.ids[0]) for text in texts] == [40, 40, 20] and texts[0].identity == 7
+    assert [len(text.ids[0]) for text in texts] == [40, 40, 20] and texts[0].random_key == 7
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
@@ -386,8 +386,8 @@ def test_hidden_languages(tokenizer, pairs) -> None:
 
     def hidden(stream_batch: StreamBatch) -> set[int]:
         sequences = stream_batch.sequences
-        neutral = {int(sequences.identities[n]) for n in sequences.numbers[sequences.languages == 0]}
-        assert not set(sequences.identities[sequences.numbers[sequences.languages != 0]].tolist()) & neutral
+        neutral = {int(sequences.random_keys[n]) for n in sequences.sequence_of_token[sequences.languages == 0]}
+        assert not set(sequences.random_keys[sequences.sequence_of_token[sequences.languages != 0]].tolist()) & neutral
         return neutral
 
     some, none, every = stream_batch(0.3), stream_batch(0.0), stream_batch(1.0)

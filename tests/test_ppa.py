@@ -192,7 +192,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=23, tlm_weight=0.0, pooling="mean")
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
     parts.auxiliary_state.momentum.update(0.3)  # the two encoders are near each other then
-    pairs = [replace(pair, ids=(pair.ids[0], [*pair.ids[0], 50 + pair.number])) for pair in pairs]  # alike
+    pairs = [replace(pair, ids=(pair.ids[0], [*pair.ids[0], 50 + pair.sample_number])) for pair in pairs]  # alike
     pairs[4] = replace(pairs[4], ids=pairs[1].ids[::-1])
     pairs[7] = replace(pairs[7], ids=(pairs[2].ids[0], pairs[7].ids[1]))
     stream_batch = collate(tokenizer, pairs, options)

@@ -90,7 +90,7 @@ def word_tokens(
         word_counts[text] = len(text_words.is_word)
     first_words = np.cumsum(word_counts) - word_counts
     words = np.concatenate(words_of_texts) + np.repeat(first_words[np.array(texts, dtype=np.int64)], counts)
-    tokens = np.concatenate(tokens_of_texts) + np.repeat(sequences.segment_starts, counts)
+    tokens = np.concatenate(tokens_of_texts) + np.repeat(sequences.text_starts, counts)
 
     in_order = np.lexsort((tokens, words))
     words = words[in_order]

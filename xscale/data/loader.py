@@ -144,7 +144,7 @@ class StepDataset(Dataset):
         for row, count in enumerate(plan.record_counts_of_rows(stream.name)):
             row_examples = list(islice(examples, count))  # the plan has its records in the order of the rows
             samples = list[list[Example]]()
-            for _, sample in groupby(row_examples, key=lambda example: example.number):
+            for _, sample in groupby(row_examples, key=lambda example: example.sample_number):
                 samples.append(list(sample))
             context = replace(shared, row=row * plan.world + plan.rank)
             with adding_note(f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"):
@@ -211,8 +211,8 @@ class StepDataset(Dataset):
                 langs=record.langs,
                 ids=tuple(ids[start:end]),
                 words=tuple(words[start:end]) if words else None,
-                identity=random_keys[number],
-                number=samples[number],
+                random_key=random_keys[number],
+                sample_number=samples[number],
                 key=record.key,
                 links=record.links,
                 follows=follows[number],
@@ -233,7 +233,7 @@ class StepDataset(Dataset):
 
     def random_keys(self, context: CollateContext, table: PlanTable) -> np.ndarray:
         """Return for each record the key of all random choices about it in the context's stream and this epoch, uint64
-        [n_records]. It becomes Example.identity."""
+        [n_records]. It becomes Example.random_key."""
         per_stream = rng.key(context.seed, context.stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[table.source], table.epoch)
         number = (table.shard.astype(np.uint64) << np.uint64(40)) + table.record.astype(np.uint64)

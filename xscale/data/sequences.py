@@ -24,9 +24,9 @@ class Example:
     """Token ids of each text, without special tokens."""
     words: tuple[TokenWords, ...] | None
     """The words of each text; None if the stream's objective does not need words."""
-    identity: np.uint64
+    random_key: np.uint64
     """The key of all random choices about the record, for one stream and epoch."""
-    number: int = 0
+    sample_number: int = 0
     """The sample's number in the global batch of its stream."""
     key: str = ""
     links: str | None = None
@@ -52,15 +52,15 @@ class Sequences:
     """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
     """Number of each token's segment within its sequence, from 0 on [N]."""
-    words: np.ndarray | None
-    """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
-    identities: np.ndarray
+    word_of_token: np.ndarray | None
+    """Number of each token's word within its sequence, -1 for a token that belongs to no word [N]."""
+    random_keys: np.ndarray
     """Key of all random choices about each sequence, uint64 [B]."""
-    segment_starts: np.ndarray
-    """Index of the first token of each segment's text [segments]. [CLS] and [SEP] before a text are not part of it."""
+    text_starts: np.ndarray
+    """Index of the first token of each segment's text [segments], after the special tokens before the text."""
 
     @property
-    def numbers(self) -> np.ndarray:
+    def sequence_of_token(self) -> np.ndarray:
         """Index of each token's sequence [N]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
@@ -88,47 +88,48 @@ def join_segments(
     """Return sequences of the form [CLS] segment [SEP] segment [SEP] and so on. sequences: the segments of each.
 
     The two texts of one record get the special tokens of the tokenizer's template for pairs. [CLS] belongs to the first
-    segment. Special tokens between two segments belong to the first of the two. A sequence has the identity of its
+    segment. Special tokens between two segments belong to the first of the two. A sequence has the random key of its
     first example.
     """
     ids = list[int]()
-    segment_starts = list[int]()
+    text_starts = list[int]()
     segment_lengths = list[int]()
     segment_languages = list[int]()
     segment_counts = list[int]()
     sequence_lengths = list[int]()
-    identities = list[np.uint64]()
+    random_keys = list[np.uint64]()
     for sequence in sequences:
         template = choose_template(tokenizer, sequence)
-        start = segment_start = len(ids)
+        sequence_start = len(ids)
+        segment_start = sequence_start
         ids += template.first
         for number, (example, side) in enumerate(sequence, start=1):
-            segment_starts.append(len(ids))
+            text_starts.append(len(ids))
             ids += example.ids[side]
             ids += template.last if number == len(sequence) else template.between
             segment_lengths.append(len(ids) - segment_start)
             segment_languages.append(language_ids[example.langs[side]])
             segment_start = len(ids)
         segment_counts.append(len(sequence))
-        sequence_lengths.append(len(ids) - start)
-        identities.append(sequence[0][0].identity)
+        sequence_lengths.append(len(ids) - sequence_start)
+        random_keys.append(sequence[0][0].random_key)
 
-    starts = np.array(segment_starts, dtype=np.int64)
+    starts_of_texts = np.array(text_starts, dtype=np.int64)
     tokens_of_segment = np.array(segment_lengths, dtype=np.int64)
     lengths = np.array(sequence_lengths, dtype=np.int64)
     segment_numbers = indices_within(np.array(segment_counts, dtype=np.int64))
-    words = None
+    word_of_token = None
     if sequences and sequences[0][0][0].words is not None:
-        words = word_numbers_of_tokens(sequences, starts, len(ids))
+        word_of_token = number_words_within_sequences(sequences, starts_of_texts, len(ids))
     return Sequences(
         ids=np.array(ids, dtype=np.int64),
         lengths=lengths,
         positions=indices_within(tokens_of_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), tokens_of_segment),
         segments=np.repeat(segment_numbers, tokens_of_segment),
-        words=words,
-        identities=np.array(identities, dtype=np.uint64),
-        segment_starts=starts,
+        word_of_token=word_of_token,
+        random_keys=np.array(random_keys, dtype=np.uint64),
+        text_starts=starts_of_texts,
     )
 
 
@@ -140,8 +141,8 @@ def choose_template(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTempla
     return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
 
 
-def word_numbers_of_tokens(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
-    """Return the word number of each token within its sequence, as in Sequences.words [N]. segment_starts: see
+def number_words_within_sequences(sequences: list[list[Segment]], text_starts: np.ndarray, tokens: int) -> np.ndarray:
+    """Return the word number of each token within its sequence, as in Sequences.word_of_token [N]. text_starts: see
     Sequences. tokens: N."""
     numbers = [NO_NUMBERS]
     lengths = list[int]()
@@ -154,7 +155,7 @@ def word_numbers_of_tokens(sequences: list[list[Segment]], segment_starts: np.nd
             lengths.append(len(words.word_of_token))
             first_word += len(words.is_word)
     word_of_token = np.full(tokens, -1)
-    place = np.repeat(segment_starts, lengths) + indices_within(np.array(lengths, dtype=np.int64))
+    place = np.repeat(text_starts, lengths) + indices_within(np.array(lengths, dtype=np.int64))
     word_of_token[place] = np.concatenate(numbers)
     return word_of_token
 
@@ -167,9 +168,9 @@ def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
         positions=np.concatenate([first.positions, second.positions]),
         languages=np.concatenate([first.languages, second.languages]),
         segments=np.concatenate([first.segments, second.segments]),
-        words=None,
-        identities=np.concatenate([first.identities, second.identities]),
-        segment_starts=np.concatenate([first.segment_starts, second.segment_starts + len(first.ids)]),
+        word_of_token=None,
+        random_keys=np.concatenate([first.random_keys, second.random_keys]),
+        text_starts=np.concatenate([first.text_starts, second.text_starts + len(first.ids)]),
     )
 
 
@@ -225,10 +226,10 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
         words = example.words
         if words is not None:
             words = (words[0].select_tokens(start, end),)
-        identity = example.identity
+        random_key = example.random_key
         if start > 0:  # each piece has its own random choices
-            identity = np.uint64(rng.hash64(example.identity, np.uint64(start)))
-        pieces.append(replace(example, ids=(example.ids[0][start:end],), words=words, identity=identity))
+            random_key = np.uint64(rng.hash64(example.random_key, np.uint64(start)))
+        pieces.append(replace(example, ids=(example.ids[0][start:end],), words=words, random_key=random_key))
         start = end
     return pieces
 
@@ -244,7 +245,7 @@ def find_end_of_piece(borders: Sequence[int], start: int, room: int) -> int:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """Join the texts of several examples into one, and return its example, which has the identity of the first."""
+    """Join the texts of several examples into one, and return its example, which has the random key of the first."""
     if len(examples) == 1:
         return examples[0]
     ids = list[int]()

@@ -213,24 +213,24 @@ def mask_tokens(
     """Return the token ids after masking [N], and the sorted indices of the tokens to predict [M] (Devlin et al. 2019).
 
     Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 %
-    of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice depends only on the identity of the
+    of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice depends only on the random key of the
     sequence and on the index of the token (or the number of the word) in it.
     """
-    identities_N = sequences.identities[sequences.numbers]
+    keys_N = sequences.random_keys[sequences.sequence_of_token]
     offsets_N = sequences.indices_in_sequence.astype(np.uint64)
     units_N = offsets_N  # tokens of a sequence with the same number are chosen together
     if whole_word:
-        assert sequences.words is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
+        assert sequences.word_of_token is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
         alone = offsets_N + np.uint64(1 << 32)  # for tokens that belong to no word: numbers that no word has
-        units_N = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
+        units_N = np.where(sequences.word_of_token < 0, alone, sequences.word_of_token.astype(np.uint64))
     is_special = tokenizer.is_special[sequences.ids]
-    chosen = ~is_special & (rng.uniform(identities_N ^ _CHOOSE, units_N) < mask_prob)
+    chosen = ~is_special & (rng.uniform(keys_N ^ _CHOOSE, units_N) < mask_prob)
 
     targets = np.flatnonzero(chosen)
-    identities_M = identities_N[targets]
+    keys_M = keys_N[targets]
     offsets_M = offsets_N[targets]
-    action = rng.uniform(identities_M ^ _ACTION, offsets_M)
-    pick = rng.uniform(identities_M ^ _RANDOM_ID, offsets_M) * len(tokenizer.ordinary_ids)
+    action = rng.uniform(keys_M ^ _ACTION, offsets_M)
+    pick = rng.uniform(keys_M ^ _RANDOM_ID, offsets_M) * len(tokenizer.ordinary_ids)
     random_ids = tokenizer.ordinary_ids[pick.astype(np.int64)]
     replaced = np.where(action < RANDOM_FROM, tokenizer.mask_id, random_ids)
     ids = sequences.ids.copy()
@@ -259,12 +259,12 @@ def masked_lm(
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     group_of_target = {}
     if context.language_groups:
-        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[targets]]
+        group_of_target[term] = context.group_numbers(sequences)[sequences.sequence_of_token[targets]]
     languages = sequences.languages
     positions = sequences.positions
     if types == "languages":
-        is_neutral = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral_share
-        is_neutral_N = is_neutral[sequences.numbers]
+        is_neutral = rng.uniform(sequences.random_keys ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral_share
+        is_neutral_N = is_neutral[sequences.sequence_of_token]
         languages = np.where(is_neutral_N, 0, languages)
         positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)
     return StreamBatch(

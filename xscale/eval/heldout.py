@@ -61,8 +61,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
     ids = model.tokenizer.encode(list(chain.from_iterable(texts)))
     samples: list[list[Example]] = []
     for number in range(len(texts)):
-        identity = rng.hash64(_MASKS, np.array([number]))[0]
-        samples.append([Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, identity, number)])
+        random_key = rng.hash64(_MASKS, np.array([number]))[0]
+        samples.append([Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, random_key, number)])
     sums_S3 = sum_losses_by_pair(model, samples, source.langs, options)
     targets = sums_S3[:, 2].sum()
     if not targets:
@@ -102,6 +102,6 @@ def sum_losses_by_pair(
         (prediction,) = losses.predictions
         _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_MH, row.labels)
         sums_M3 = torch.stack([losses_M, right_M, torch.ones_like(losses_M)], 1).double().cpu().numpy()
-        pair_of_target_M = stream_batch.sequences.numbers[stream_batch.states["masked"].columns]
+        pair_of_target_M = stream_batch.sequences.sequence_of_token[stream_batch.states["masked"].columns]
         np.add.at(sums_S3, start + pair_of_target_M, sums_M3)
     return sums_S3

@@ -170,7 +170,7 @@ def make_stream_batch(
     per sentence, for "tokens" one per token. sentences: token ids."""
     segments = [[(Example((language,), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
     sequences = join_segments(model.tokenizer, segments, model.language_ids([language]))
-    is_last = sequences.indices_in_sequence == sequences.lengths[sequences.numbers] - 1
+    is_last = sequences.indices_in_sequence == sequences.lengths[sequences.sequence_of_token] - 1
     tokens = np.flatnonzero((sequences.indices_in_sequence > 0) & ~is_last)
     states = {
         "mean": Gather.sums(tokens, sequences.lengths - 2),

@@ -107,10 +107,10 @@ def translate_targets(
             "tokenizer with a larger vocabulary"
         )
     firsts, sizes = spans_of_wholly_selected_words(sequences, targets)
-    identities_W = sequences.identities[sequences.numbers[firsts]]
+    keys_W = sequences.random_keys[sequences.sequence_of_token[firsts]]
     offsets_W = sequences.indices_in_sequence[firsts]
-    uses_W = rng.uniform(identities_W ^ _USE, offsets_W) < options.dict_share
-    chance_W = rng.uniform(identities_W ^ _DRAW, offsets_W)
+    uses_W = rng.uniform(keys_W ^ _USE, offsets_W) < options.dict_share
+    chance_W = rng.uniform(keys_W ^ _DRAW, offsets_W)
 
     used_N = np.zeros(len(sequences.ids), dtype=bool)
     ids_N = np.zeros_like(sequences.ids)
@@ -129,12 +129,12 @@ def translate_targets(
 
 def spans_of_wholly_selected_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first token and the number of tokens of each word whose tokens are all targets [W]."""
-    if sequences.words is None:
+    if sequences.word_of_token is None:
         assert not len(targets)
         return targets, targets
-    words = sequences.words
-    numbers = sequences.numbers
-    continues_word = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
+    words = sequences.word_of_token
+    sequence = sequences.sequence_of_token
+    continues_word = (words[1:] == words[:-1]) & (sequence[1:] == sequence[:-1]) & (words[1:] >= 0)
     starts = np.concatenate([[True], ~continues_word])
     firsts = np.flatnonzero(starts)
     word_of = np.cumsum(starts) - 1

@@ -166,7 +166,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         states=words.states | {"query": query_states},
         target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={
-            "number": np.array([pair.number for pair in pairs], dtype=np.int64),
+            "number": np.array([pair.sample_number for pair in pairs], dtype=np.int64),
             "texts": np.stack([hash_texts(query.ids, query.lengths), hash_texts(key.ids, key.lengths)], 1),
         },
         auxiliary=StreamBatch(key, {"key": pooling_gather(key, options.pooling)}, {}, len(pairs), types=words.types),
@@ -181,9 +181,9 @@ def masked_batch(
     for pair, first in zip(pairs, first_sides, strict=True):
         second = 1 - first
         if options.replace_tlm_with_mlm:
-            # The masked tokens depend on a sequence's identity, so the two sequences of a pair need different ones.
-            segments.append([(replace(pair, identity=pair.identity ^ _SIDE[first]), first)])
-            segments.append([(replace(pair, identity=pair.identity ^ _SIDE[second]), second)])
+            # The masked tokens depend on a sequence's random key, so the two sequences of a pair need different ones.
+            segments.append([(replace(pair, random_key=pair.random_key ^ _SIDE[first]), first)])
+            segments.append([(replace(pair, random_key=pair.random_key ^ _SIDE[second]), second)])
         else:
             segments.append([(pair, first), (pair, second)])
     sequences = join_segments(context.tokenizer, segments, context.language_ids)

@@ -45,8 +45,8 @@ def first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
     """Return for each pair which sentence comes first: 0, or, if shuffled, 1 with probability 1/2."""
     if not shuffled:
         return [0] * len(pairs)
-    identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
-    swapped_B = rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
+    random_keys = np.array([pair.random_key for pair in pairs], dtype=np.uint64)
+    swapped_B = rng.uniform(random_keys ^ _SWAP, np.zeros(len(pairs))) < 0.5
     return swapped_B.astype(int).tolist()
 
 
