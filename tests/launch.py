@@ -230,7 +230,10 @@ def pieces_of(loader: Loader, steps: int) -> Iterator[dict[str, StreamBatch]]:
     dataset = loader.dataset()
     for _ in range(steps):
         plan = mixture.next_plan_of_rank()
-        yield {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.last_streams}
+        stream_batches = {}
+        for stream in loader.last_streams:
+            (stream_batches[stream.name],) = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
+        yield stream_batches
 
 
 def metrics(out: Path) -> list[dict]:

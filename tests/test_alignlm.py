@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +216,11 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
-    seen, found = 0, dataset.stream_batches(stream, plan)
-    for stream_batch in found:
-        keys = stream_batch.keys
+    examples = dataset.examples(stream, plan)
+    seen, found = 0, dataset.stream_batches(stream, plan, examples)
+    keys_left = iter([example.key for example in examples])
+    for stream_batch, count in zip(found, plan.record_counts_of_rows("alignlm"), strict=True):
+        keys = list(islice(keys_left, count))
         original = stream_batch.sequences.ids.copy()
         masked, partners, of_token = (
             stream_batch.states["masked"].columns,
@@ -262,6 +264,6 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
-    stream_batches = dataset.stream_batches(stream, plan)
+    stream_batches = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
     too_long = MetricKey("too_long", "alignlm")
     assert sum(stream_batch.pair_counts[too_long] for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -35,7 +35,7 @@ def test_shares_and_epochs(demo: Path) -> None:
     )
     found: Counter[str] = Counter()
     for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 64):
-        for stream, keys in batch.record_keys().items():
+        for stream, keys in batch.record_keys.items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
     shown = {}
     for line in language_share_lines(loader):

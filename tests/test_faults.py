@@ -322,7 +322,7 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     *_, fifth = islice(loader.batches(Process(1, 2, 1, 2), "cpu", initial_state(loader.last_streams), 5), 5)
     (source,) = loader.corpus.sources
     places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
-    for key in fifth.record_keys()["tlm"]:
+    for key in fifth.record_keys["tlm"]:
         shard, number = next(place for place in places if source.read(*place).key == key)
         path = source.directory / source.shards[shard].name
         undamaged = path.read_bytes()

@@ -89,10 +89,10 @@ def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
     for batch in steps_of(plan):
         phase = next(number for number, end in enumerate(ENDS) if batch.step < end)
         assert batch.sample_count() == wanted["mlm"][batch.step] + wanted["tlm"][batch.step]
-        assert bool(batch.record_keys()["tlm"]) == (phase > 0)
+        assert bool(batch.record_keys["tlm"]) == (phase > 0)
         lengths = np.concatenate([row.tokens.lengths for row in batch.rows])
         assert lengths.max() <= (longest := [64, 64, 128, 96][phase]) and (lengths > 0.7 * longest).any()
-        assert ("yy" in str(batch.record_keys())) == (phase >= 2) or phase == 3
+        assert ("yy" in str(batch.record_keys)) == (phase >= 2) or phase == 3
         if phase in (1, 2):
             masked[phase] += batch.counts_without_languages()[count_key("mlm", "mlm")], batch.cost()["tokens"]
         assert plan.recipe.at(batch.step) is plan.recipe.phases[phase].recipe
@@ -126,8 +126,8 @@ def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
     for step in (1, 3, 4, 5, 7, 10, 14, 19):
         state = json.loads(json.dumps(states[step]))
         rest = list(steps_of(plan, state))
-        assert [(b.step, b.record_keys(), b.counts_without_languages()) for b in rest] == [
-            (b.step, b.record_keys(), b.counts_without_languages()) for b in whole[step:]
+        assert [(b.step, b.record_keys, b.counts_without_languages()) for b in rest] == [
+            (b.step, b.record_keys, b.counts_without_languages()) for b in whole[step:]
         ]
         assert rest[-1].state == whole[-1].state
 
@@ -138,8 +138,8 @@ def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     same = open_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo])
     none = open_run(write(tmp_path, []), [], [demo])
     for ours, theirs in zip(steps_of(same), steps_of(none), strict=True):
-        assert (ours.record_keys(), ours.counts_without_languages(), ours.state) == (
-            theirs.record_keys(),
+        assert (ours.record_keys, ours.counts_without_languages(), ours.state) == (
+            theirs.record_keys,
             theirs.counts_without_languages(),
             theirs.state,
         )
@@ -149,8 +149,8 @@ def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     streams["mlm"]["samples"] = 7
     plain = open_run(write(tmp_path, [], data=data, streams=streams), [], [demo])
     for ours, theirs in zip(steps_of(found), steps_of(plain), strict=True):
-        assert (ours.record_keys(), ours.counts_without_languages()) == (
-            theirs.record_keys(),
+        assert (ours.record_keys, ours.counts_without_languages()) == (
+            theirs.record_keys,
             theirs.counts_without_languages(),
         )
 

@@ -415,7 +415,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
         [
             key
             for batch in of.batches(place, "cpu", initial_state(of.last_streams), 3)
-            for key in batch.record_keys()[of.last_streams[0].name]
+            for key in batch.record_keys[of.last_streams[0].name]
         ]
         for of in (warm_up, loader)
     )

@@ -151,7 +151,7 @@ def test_a_run_consumes_what_it_would_from_disk(
         find_task_sources(EvalTask("heldout", [f"{server.url}/en"]), far.recipe, far.corpus)
     steps = 10  # more than two epochs of pairs
     near_keys, far_keys = (
-        [batch.record_keys() for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), steps)]
+        [batch.record_keys for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), steps)]
         for loader in (near, far)
     )
     assert near_keys == far_keys

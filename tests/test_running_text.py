@@ -122,7 +122,9 @@ class Run:
         """The sequences of a source's first epoch, by steps of one sample: none spans two epochs."""
         found: list[list[int]] = []
         while self.mixture.state["positions"]["mlm"][0][0] == 0:
-            for stream_batch in self.dataset.stream_batches(self.stream, self.mixture.next_plan_of_rank()):
+            plan = self.mixture.next_plan_of_rank()
+            examples = self.dataset.examples(self.stream, plan)
+            for stream_batch in self.dataset.stream_batches(self.stream, plan, examples):
                 found += originals(stream_batch)
         return found
 

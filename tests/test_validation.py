@@ -109,7 +109,7 @@ def test_losses_by_language(demo: Path) -> None:
     pairs = next(stream for stream in loader.last_streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.stream_context(pairs)):
+    for example in dataset.examples(pairs, plan):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
@@ -167,7 +167,8 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     )
     if recipe != "mixed":
         return
-    assert len({key for row in rows for key in row.keys["tlm"]}) == sum(len(row.keys["tlm"]) for row in rows) == 60
+    keys = held.batch.record_keys["tlm"]
+    assert len(set(keys)) == len(keys) == 60
     (stream_batches,) = launch.pieces_of(held.loader, 1)
     engine.module.eval()
     expected = mean_losses(engine.module.encoder.lm, loader, {name: stream_batches[name] for name in ("mlm", "tlm")})

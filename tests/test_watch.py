@@ -49,7 +49,7 @@ def test_the_advice_keeps_the_steps_that_are_skipped_already(tmp_path: Path) -> 
         fp16=False,
         skipped_in_a_row=0,
     )
-    batch: Any = SimpleNamespace(record_keys=lambda: {"mlm": ["a"]})
+    batch: Any = SimpleNamespace(record_keys={"mlm": ["a"]})
     with pytest.raises(NotFinite, match=rf"skip step {BAD} by .*step_2 --set train.skip_steps=.3,5,{BAD}\]"):
         RunMetrics.raise_not_finite(run, BAD, "the loss of mlm", batch, finite=False)
 

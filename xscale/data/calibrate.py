@@ -89,7 +89,8 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     row = group_of_sample[table.sample]
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
     rows = table.select(in_groups)._replace(row=row[in_groups])
-    batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
+    plan = Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0)
+    batches = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
     return correction_from_groups(
         estimated_tokens,
         groups,

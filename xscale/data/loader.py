@@ -8,8 +8,8 @@ import atexit
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ class StepBatch:
     step: int
     rows: list[Row]
     state: dict[str, Any]
+    """The mixture's state after the step."""
+    record_keys: dict[str, list[str]] = field(default_factory=dict)
+    """The keys of the records of each stream, in the order in which they are read."""
 
     def sample_count(self) -> int:
         return sum(row.samples for row in self.rows)
@@ -90,14 +93,6 @@ class StepBatch:
             cost.update(row.cost)
         return dict(cost)
 
-    def record_keys(self) -> dict[str, list[str]]:
-        """Return the keys of the records of each stream, in the order of consumption."""
-        keys: dict[str, list[str]] = {}
-        for row in self.rows:
-            for stream, row_keys in row.keys.items():
-                keys.setdefault(stream, []).extend(row_keys)
-        return keys
-
 
 class StepDataset(Dataset):
     """Makes the StepBatch of a rank's part of a plan. Its index is that part: DataLoader's sampler is the iterator of
@@ -123,10 +118,13 @@ class StepDataset(Dataset):
         if isinstance(plan, Failure):
             return plan
         context = self.contexts.at(plan.step)
+        record_keys = dict[str, list[str]]()
         stream_batches = dict[str, list[StreamBatch]]()
         try:
             for stream in self.streams.at(plan.step):
-                stream_batches[stream.name] = self.stream_batches(stream, plan)
+                examples = self.examples(stream, plan)
+                record_keys[stream.name] = [example.key for example in examples]
+                stream_batches[stream.name] = self.stream_batches(stream, plan, examples)
         except (UserError, OSError) as error:
             # DataLoader would wrap a raised error, and lose its errno and file.
             return reportable_failure(error, f"step {plan.step + 1}: ")
@@ -134,26 +132,27 @@ class StepDataset(Dataset):
         for number in range(plan.rows):
             row_batches = {name: batches[number] for name, batches in stream_batches.items()}
             rows.append(pack_row(row_batches, context.tokenizer.sep_id))
-        return StepBatch(plan.step, rows, plan.state)
+        return StepBatch(plan.step, rows, plan.state, record_keys)
 
-    def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
-        """Return the stream's part of each packed row. The records of all rows are tokenised together."""
-        shared = self.stream_context(stream, plan.step, plan.rows * plan.world)
-        examples = self.examples(stream, plan.tables[stream.name], shared)
+    def stream_batches(self, stream: Stream, plan: Plan, examples: list[Example]) -> list[StreamBatch]:
+        """Return the stream's part of each packed row. examples: those of the plan's records, in their order, which is
+        that of the rows."""
         stream_batches = list[StreamBatch]()
+        context = self.stream_context(stream, plan.step, plan.rows * plan.world)
+        start = 0
         for row, count in enumerate(plan.record_counts_of_rows(stream.name)):
-            row_examples = list(islice(examples, count))  # the plan has its records in the order of the rows
+            row_examples = examples[start : start + count]
+            start += count
             samples = list[list[Example]]()
             for _, sample in groupby(row_examples, key=lambda example: example.sample_number):
                 samples.append(list(sample))
-            context = replace(shared, row=row * plan.world + plan.rank)
+            row_context = replace(context, row=row * plan.world + plan.rank)
             with adding_note(f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"):
-                stream_batch = stream.objective.collate(samples, stream.options, context)
+                stream_batch = stream.objective.collate(samples, stream.options, row_context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             stream_batch = replace(
                 stream_batch,
                 pair_counts=count_drawn_and_overlong_pairs(stream.name, row_examples, context),
-                keys=[example.key for example in row_examples],
                 language_groups=stream.language_groups,
             )
             stream_batches.append(stream_batch)
@@ -186,8 +185,10 @@ class StepDataset(Dataset):
             records.append(record)
         return records
 
-    def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
-        """Read the records of a stream, tokenise them together, and yield an example for each record."""
+    def examples(self, stream: Stream, plan: Plan) -> list[Example]:
+        """Read the stream's records of a plan, tokenise them together, and return an example for each record."""
+        table = plan.tables[stream.name]
+        context = self.stream_context(stream, plan.step)
         records = self.read_records(stream, table, context)
         texts = list(chain.from_iterable(record.texts for record in records))
         # A record of running text has one text, so `follows` and `texts` have the same numbers below.
@@ -203,22 +204,25 @@ class StepDataset(Dataset):
             ids = context.tokenizer.encode(texts)
         borders = cut_points_of_long_texts(texts, ids, context) if stream.reads_running_text else {}
         random_keys = self.random_keys(context, table)
-        samples = table.sample.tolist()
+        sample_numbers = table.sample.tolist()
+        examples = list[Example]()
         start = 0
         for number, record in enumerate(records):
             end = start + len(record.texts)
-            yield Example(
+            example = Example(
                 langs=record.langs,
                 ids=tuple(ids[start:end]),
                 words=tuple(words[start:end]) if words else None,
                 random_key=random_keys[number],
-                sample_number=samples[number],
+                sample_number=sample_numbers[number],
                 key=record.key,
                 links=record.links,
                 follows=follows[number],
                 borders=borders.get(start, ()),
             )
+            examples.append(example)
             start = end
+        return examples
 
     def continues_document(self, table: PlanTable) -> np.ndarray:
         """Return True for each record that continues the document of the record before it in its sample [n_records]."""

@@ -77,8 +77,6 @@ class Row:
     """The numbers on which the cost of the row depends: "tokens"; "places", the tokens whose states are read;
     "predictions"; and "squares", the sum of the squared lengths of sequences, for attention. "auxiliary_tokens",
     "auxiliary_places" and "auxiliary_squares" are the corresponding numbers of the auxiliary rows."""
-    keys: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of each stream's records, by stream, in the order in which they were sampled."""
 
     @staticmethod
     def concat_auxiliary(rows: Sequence["Row"]) -> "Row":
@@ -152,7 +150,6 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     group_of_target = dict[MetricKey, np.ndarray]()
     arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
-    keys = dict[str, list[str]]()
     for stream, part in stream_batches.items():
         state_counts[stream] = {name: gathered.state_count for name, gathered in part.states.items()}
         for term, ids in part.labels.items():
@@ -175,7 +172,6 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         if part.auxiliary is not None:
             auxiliary[stream] = pack_row({stream: part.auxiliary}, id_if_empty)
         arrays[stream] = part.arrays
-        keys[stream] = part.keys
     return Row(
         tokens=tokens,
         places=places.astype(np.int64),
@@ -191,7 +187,6 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         counts=counts,
         samples=sum(part.samples for part in parts),
         cost=row_cost(parts, len(places), list(auxiliary.values())),
-        keys=keys,
     )
 
 

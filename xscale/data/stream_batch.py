@@ -163,8 +163,6 @@ class StreamBatch:
     ("too_long") of all pairs and by pair of languages. The loader sets it, not collate."""
     language_groups: tuple[str, ...] = ()
     """CollateContext.language_groups. The loader sets it."""
-    keys: list[str] = field(default_factory=list)
-    """Keys of the records, in the order in which they were sampled. The loader sets it."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:

@@ -241,7 +241,7 @@ class RunMetrics:
 
     def trace_records(self, number: int, batch: StepBatch, flush: bool) -> None:
         """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
-        for stream, keys in batch.record_keys().items() if self.trace.file else ():
+        for stream, keys in batch.record_keys.items():
             self.trace.write({"step": number, "stream": stream, "keys": keys})
         if flush:
             self.flush()
@@ -310,7 +310,7 @@ class RunMetrics:
         """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
         whether this rank's losses are finite."""
         path = self.context.out / NOT_FINITE
-        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys()}
+        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys}
         lines = list[str]()
         for records in self.context.cpu_group.gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
