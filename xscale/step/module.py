@@ -130,19 +130,31 @@ class StepModule(nn.Module):
     def compute_vectors(self, stream: str, states: dict[str, Tensor], row: Row) -> Tensor:
         """Return the vectors of a row that other rows of the step read [n, D]. states: the row's states of the
         stream."""
-        compute_vectors = OBJECTIVES[self.streams[stream].objective].vectors
-        assert compute_vectors
+        objective = OBJECTIVES[self.streams[stream].objective]
+        assert objective.vectors
         with self.naming_errors(stream, "vectors"):
-            return compute_vectors(
-                self.objective_parts(stream), states, row.arrays[stream], self.streams[stream].options
-            )
+            options = self.streams[stream].options
+            return objective.vectors(self.objective_parts(stream), states, row.arrays[stream], options)
+
+    def compute_losses(self, stream: str, states: dict[str, Tensor], row: Row) -> Losses:
+        """Return the losses that the stream's objective computes for a row. states: the row's states of the stream."""
+        objective = OBJECTIVES[self.streams[stream].objective]
+        if objective.vectors:
+            # Of the step's vectors, only the row's own have a gradient.
+            own_vectors = self.compute_vectors(stream, states, row)
+            states = states | {"step": states["step"].index_copy(0, states["own"], own_vectors)}
+        with self.naming_errors(stream, "loss"):
+            options = self.streams[stream].options
+            losses = objective.loss(self.objective_parts(stream), states, row.arrays[stream], options)
+            check_losses(losses, stream, row, set(objective.terms(options)))
+        return losses
 
     def forward(
-        self, row: Row, shared: States, weights: Weights, prediction_weights_M: Tensor, largest_weight: float
+        self, row: Row, precomputed: States, weights: Weights, prediction_weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, Sums]:
         """Return the row's loss, and its sums of losses and metrics without gradient.
 
-        row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
+        row: a row on the device. precomputed: the row's element of what `precompute_states` in step.py returns.
         prediction_weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in step.py
         explains why.
         """
@@ -151,19 +163,8 @@ class StepModule(nn.Module):
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=prediction_weights_M.device)
         sums = list[Sums]()
-        with_vectors = self.streams_with_vectors()
         for stream in row.state_counts:
-            own_states = states[stream] | shared.get(stream, {})
-            if stream in with_vectors:
-                vectors = self.compute_vectors(stream, own_states, row)
-                # Of the step's vectors, only the row's own have a gradient.
-                own_states["step"] = own_states["step"].index_copy(0, own_states["own"], vectors)
-            objective = OBJECTIVES[self.streams[stream].objective]
-            with self.naming_errors(stream, "loss"):
-                losses = objective.loss(
-                    self.objective_parts(stream), own_states, row.arrays[stream], self.streams[stream].options
-                )
-                check_losses(losses, stream, row, weights)
+            losses = self.compute_losses(stream, states[stream] | precomputed.get(stream, {}), row)
             for prediction in losses.predictions:
                 predictions.append((stream, prediction))
             for term, value in losses.sums.items():
@@ -172,8 +173,10 @@ class StepModule(nn.Module):
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
-            predicted, sums_of_predictions = self.predict_tokens(row, predictions, prediction_weights_M, largest_weight)
-            loss = loss + predicted
+            loss_of_predictions, sums_of_predictions = self.predict_tokens(
+                row, predictions, prediction_weights_M, largest_weight
+            )
+            loss = loss + loss_of_predictions
             sums = sums_of_predictions + sums  # metrics are reported in this order
         return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
 
@@ -236,8 +239,9 @@ def encoder_states(encoder: Encoder, row: Row) -> States:
     return states
 
 
-def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
-    """Assert that the result of an objective, which may be another package's, fits its stream batch."""
+def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None:
+    """Assert that the result of an objective, which may be another package's, fits its stream batch. terms: the terms
+    that the objective lists."""
     assert isinstance(losses, Losses), (
         f"`loss` returned {type(losses).__name__}, not Losses of xscale/objectives/base.py"
     )
@@ -248,7 +252,7 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
         "lists of (term, number of targets), and must be equal"
     )
     for term, value in losses.sums.items():
-        assert loss_key(stream, term) in weights, (
+        assert term in terms, (
             f"`loss` returned sums with {term!r}, which is not a term that the objective lists in `terms`"
         )
         assert value.numel() == 1, f"`loss` returned sums[{term!r}] of shape {list(value.shape)} instead of a scalar"

@@ -50,10 +50,10 @@ Seed = tuple[str | int, ...]
 """The seed of everything random about a row."""
 
 
-def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
+def compute_row_loss(module: Any, row: Row, precomputed: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
     """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the sums of the row.
 
-    row: a row on the device. shared: the row's element of what `states_shared_by_rows` returns. Every pass with the
+    row: a row on the device. precomputed: the row's element of what `precompute_states` returns. Every pass with the
     same seed draws the same dropout masks.
 
     `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
@@ -64,7 +64,7 @@ def compute_row_loss(module: Any, row: Row, shared: States, weights: Weights, se
     largest_weight = float(weight_of_term.max(initial=0)) or 1.0
     prediction_weights_M = np.repeat(weight_of_term / largest_weight, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    return module(row, shared, weights, copy_to_device(prediction_weights_M, row.labels.device), largest_weight)
+    return module(row, precomputed, weights, copy_to_device(prediction_weights_M, row.labels.device), largest_weight)
 
 
 def optimizer_step(
@@ -94,16 +94,16 @@ def optimizer_step(
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
-    shared = states_shared_by_rows(engine.module, rows, seeds, vector_counts)
+    precomputed = precompute_states(engine.module, rows, seeds, vector_counts)
     norms = dict[str, Tensor]()
     if measure:
-        norms = gradient_norms(engine, rows, shared, weights, seeds)
-    undo_mean = {key: world * weight for key, weight in weights.items()}
+        norms = gradient_norms(engine, rows, precomputed, weights, seeds)
+    weights_for_mean_over_ranks = {key: world * weight for key, weight in weights.items()}
     sums_of_rows = list[Sums]()
     begin = device_time(engine.device)
     with one_reduction(engine):
-        for row, states, seed in zip(rows, shared, seeds, strict=True):
-            loss, sums = compute_row_loss(engine, row, states, undo_mean, seed)
+        for row, states, seed in zip(rows, precomputed, seeds, strict=True):
+            loss, sums = compute_row_loss(engine, row, states, weights_for_mean_over_ranks, seed)
             sums_of_rows.append(sums)
             engine.backward(loss)
         end = device_time(engine.device)
@@ -130,7 +130,7 @@ def sum_evaluation_losses(
         rows = [row.to(engine.device) for row in rows]
         seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
         sums_of_rows = list[Sums]()
-        for row, states, seed in zip(rows, states_shared_by_rows(module, rows, seeds), seeds, strict=True):
+        for row, states, seed in zip(rows, precompute_states(module, rows, seeds), seeds, strict=True):
             show_progress()
             _, sums = compute_row_loss(module, row, states, weights, seed)
             sums_of_rows.append(sums)
@@ -154,7 +154,7 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     Consecutive rows go through an auxiliary encoder together, as long as their tokens are no more than those of the
     largest row. A pass over few tokens costs a GPU's host as much as one over many.
     """
-    shared: list[States] = [{} for _ in rows]
+    states_of_rows: list[States] = [{} for _ in rows]
     max_tokens = max(len(row.tokens.input_ids) for row in rows)
     for group in group_rows_by_tokens([row.cost["auxiliary_tokens"] for row in rows], max_tokens):
         torch.manual_seed(rng.torch_seed("beside", *seeds[group[0]]))  # this string is part of the seed and must stay
@@ -165,8 +165,8 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
             states = module.auxiliary_states[stream].encode(module.encoder, on_device, arrays)
             sizes = [rows[number].auxiliary[stream].gather.state_count for number in group]
             for number, states_of_row in zip(group, states.split(sizes), strict=True):
-                shared[number][stream] = {"auxiliary": states_of_row}
-    return shared
+                states_of_rows[number][stream] = {"auxiliary": states_of_row}
+    return states_of_rows
 
 
 def group_rows_by_tokens(tokens: list[int], max_tokens: int) -> list[list[int]]:
@@ -183,24 +183,24 @@ def group_rows_by_tokens(tokens: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def states_shared_by_rows(
+def precompute_states(
     module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts: Mapping[str, list[int]] = {}
 ) -> list[States]:
-    """Return for each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
-    step, the vectors of all rows and ranks. Also let the auxiliary states gather their vectors from all ranks.
-    vector_counts: see `optimizer_step`."""
-    shared = encode_auxiliary(module, rows, seeds)
+    """Return the states that each row's losses read in addition to those of the row's forward pass: the states of the
+    auxiliary encoders and, for objectives that compare the samples of a whole step, the vectors of all rows and ranks.
+    Also let the auxiliary states gather their vectors from all ranks. vector_counts: see `optimizer_step`."""
+    precomputed = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather_new_vectors(vector_counts.get(stream))
     if module.streams_with_vectors():
-        add_vectors_of_step(shared, module, rows, seeds)
-    return shared
+        add_vectors_of_step(precomputed, module, rows, seeds)
+    return precomputed
 
 
-def add_vectors_of_step(shared: list[States], module: StepModule, rows: list[Row], seeds: list[Seed]) -> None:
-    """Add the vectors of the step to the states of each row in `shared`: "step" [V, D], the vectors of all rows and
-    ranks, and "own" [n], the indices of the row's own vectors in it.
+def add_vectors_of_step(precomputed: list[States], module: StepModule, rows: list[Row], seeds: list[Seed]) -> None:
+    """Add the vectors of the step to the states of each row: "step" [V, D], the vectors of all rows and ranks, and
+    "own" [n], the indices of the row's own vectors in it.
 
     These vectors have no gradient. A row's forward pass computes its own vectors again, with gradient, and puts them
     into "step" (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao
@@ -217,9 +217,9 @@ def add_vectors_of_step(shared: list[States], module: StepModule, rows: list[Row
     for stream in streams:
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = gather_rank_rows(torch.cat(vectors_of_rows))
-        for shared_of_row, row_ND in zip(shared, vectors_of_rows, strict=True):
+        for row_states, row_ND in zip(precomputed, vectors_of_rows, strict=True):
             own_N = torch.arange(start, start + len(row_ND), device=row_ND.device)
-            shared_of_row[stream] = shared_of_row.get(stream, {}) | {"step": step_VD, "own": own_N}
+            row_states[stream] = row_states.get(stream, {}) | {"step": step_VD, "own": own_N}
             start += len(row_ND)
 
 
@@ -264,7 +264,7 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
 
 
 def gradient_norms(
-    engine: Any, rows: list[Row], shared: list[States], weights: Weights, seeds: list[Seed]
+    engine: Any, rows: list[Row], precomputed: list[States], weights: Weights, seeds: list[Seed]
 ) -> dict[str, Tensor]:
     """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
     measure a stream, the other streams' weights are 0. The losses are multiplied by fp16's loss scale, as in training,
@@ -276,7 +276,7 @@ def gradient_norms(
         alone = dict.fromkeys(weights, 0.0)
         alone |= {key: weight for key, weight in weights.items() if key.stream == stream}
         total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
-        for row, states, seed in zip(rows, shared, seeds, strict=True):
+        for row, states, seed in zip(rows, precomputed, seeds, strict=True):
             loss, _ = compute_row_loss(engine.module, row, states, alone, seed)
             gradients = torch.autograd.grad(loss * scale, parameters, materialize_grads=True)
             total += torch.cat([gradient.flatten() for gradient in gradients])
