@@ -36,8 +36,10 @@ class MetricKey(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "MetricKey":
         """Return the key whose `str` is `text`."""
-        name, stream, language = (*text.split("/", 2), "", "")[:3]
-        return cls(name, *stream.partition(".")[::2], language)
+        name, _, rest = text.partition("/")
+        stream_and_term, _, language = rest.partition("/")
+        stream, _, term = stream_and_term.partition(".")
+        return cls(name, stream, term, language)
 
 
 Counts = dict[MetricKey, int]
@@ -56,4 +58,6 @@ def count_key(stream: str, counted: str, language: str = "") -> MetricKey:
 def better_direction(name: str) -> int:
     """Return 1 if higher values are better, -1 if lower values are better, else 0. name: the name of a metric or a
     score."""
-    return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1
+    if NEITHER.search(name):
+        return 0
+    return -1 if LESS.search(name) else 1

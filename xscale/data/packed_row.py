@@ -100,26 +100,17 @@ class Row:
     def to(self, device: torch.device) -> "Row":
         """Return the row with its arrays as tensors on the device. Tokens.lengths becomes a tensor on the host.
         Auxiliary rows are not copied."""
-        on_host = (
-            self.tokens._replace(lengths=None),
-            self.places,
-            self.gather,
-            self.transposed,
-            self.labels,
-            self.group_of_target,
-            self.arrays,
-        )
-        on_device = tree_map_only(np.ndarray, partial(copy_to_device, device=device), on_host)
-        tokens, places, gather, transposed, labels, group_of_target, stream_arrays = on_device
+        copy = partial(tree_map_only, np.ndarray, partial(copy_to_device, device=device))
+        tokens = copy(self.tokens._replace(lengths=None))
         return replace(
             self,
             tokens=tokens._replace(lengths=torch.from_numpy(self.tokens.lengths)),
-            places=places,
-            gather=gather,
-            transposed=transposed,
-            labels=labels,
-            group_of_target=group_of_target,
-            arrays=stream_arrays,
+            places=copy(self.places),
+            gather=copy(self.gather),
+            transposed=copy(self.transposed),
+            labels=copy(self.labels),
+            group_of_target=copy(self.group_of_target),
+            arrays=copy(self.arrays),
         )
 
 

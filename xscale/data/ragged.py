@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 NO_NUMBERS = np.empty(0, dtype=np.int64)
+"""An empty array. np.concatenate refuses a list without arrays, so a list of arrays may begin with this one."""
 
 
 class Ragged(NamedTuple):

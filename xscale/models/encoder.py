@@ -4,7 +4,6 @@ Shape letters: N tokens of a row, P tokens whose states are read, B sequences, H
 embeddings, M selected states, V vocabulary.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,7 +84,8 @@ class Encoder(nn.Module):
         self.has_new_head = has_new_head
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
-        self._states = flat_or_padded_states(lm.config)
+        self._states_of_layers = flat_or_padded_states(lm.config)
+        """The function that yields the hidden states of each layer."""
 
     @property
     def width(self) -> int:
@@ -104,16 +104,16 @@ class Encoder(nn.Module):
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        # Without this, the states of earlier layers would stay in memory.
-        only_last = deque(self._states(self.lm.base_model, row, seed, places), maxlen=1)
-        return only_last.pop()
+        for layer_states in self._states_of_layers(self.lm.base_model, row, seed, places):
+            last_states = layer_states  # a list of all layers' states would keep them in memory
+        return last_states
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
         no dropout in evaluation mode."""
-        if self._states is padded_states:
+        if self._states_of_layers is padded_states:
             return layer_states_by_padded_pass(self.lm.base_model, row, all_layers=True)
-        return list(self._states(self.lm.base_model, row, seed=0, places=None))
+        return list(self._states_of_layers(self.lm.base_model, row, seed=0, places=None))
 
     def set_dropout(self, p: float | None) -> None:
         """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""
