@@ -95,8 +95,7 @@ class StepModule(nn.Module):
                         f"streams.{name}: the auxiliary state of the objective {stream.objective}: {problem}"
                     )
                 self.auxiliary_states[name] = auxiliary_state
-                if hasattr(auxiliary_state, "steps"):
-                    auxiliary_state.steps = recipe.train.steps
+                auxiliary_state.steps = recipe.train.steps
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def set_streams(self, recipe: Recipe) -> None:
