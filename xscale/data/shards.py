@@ -203,7 +203,9 @@ class Source:
         if self.kind == "mono" and (lengths > PART_BYTES).any():
             offsets = np.ascontiguousarray(idx["offset"])
             chosen = idx["offset"][records]
-            lengths //= np.searchsorted(offsets, chosen, side="right") - np.searchsorted(offsets, chosen)
+            # The parts of a long text have entries with the same offset, and each entry has the length of the text.
+            parts = np.searchsorted(offsets, chosen, side="right") - np.searchsorted(offsets, chosen)
+            lengths //= parts
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
@@ -268,59 +270,69 @@ class Source:
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
         file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
+        data = self._read_intact_bytes(shard, record, readahead)
+        whole = self._parse(data, shard, record)
+        if len(data) <= PART_BYTES or len(whole.texts) == 2:
+            return whole
+        # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
+        return self._text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
+
+    def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
+        """Return the bytes of a record, which have the checksum of its entry. The arguments are those of `read`. Raises
+        UserError."""
         offset, length, crc = self._offset_length_crc(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
-        path = f"{self.directory}/{about.name}"
-        data = b""
+        attempts = 2  # a second read may succeed
+        if offset + length > about.bytes:
+            attempts = 0  # a range beyond the end of the shard is not read at all
         damaged_inode = 0
-        # A second read may succeed. A range beyond the end of the shard is not read at all.
-        for _ in range(2 if offset + length <= about.bytes else 0):
+        for _ in range(attempts):
             self.fetch(shard, damaged_inode)
             file = self._file(about.name, readahead)
             data = file.read(length, offset)
             if data and zlib.crc32(data) == crc:
-                break
+                return data
             if self.remote:  # the second read fetches the shard again, and opens the new file
                 damaged_inode = os.fstat(file.fd).st_ino
                 self._owner = object()
-        else:
-            raise UserError(
-                f"{path}: record {record} (bytes {offset} to {offset + length}) is damaged: its checksum differs "
-                f"from the index. Copy the shard again; `xscale data inspect {self.directory} --verify` names "
-                "every damaged shard"
-            )
+        raise UserError(
+            f"{self.directory}/{about.name}: record {record} (bytes {offset} to {offset + length}) is damaged: its "
+            f"checksum differs from the index. Copy the shard again; `xscale data inspect {self.directory} --verify` "
+            "names every damaged shard"
+        )
+
+    def _parse(self, data: bytes, shard: int, record: int) -> Record:
+        """Return the record that these bytes are, with the program's names of languages. Raises UserError."""
         try:
             if self.layout == "lines":
-                whole = Record.from_dict(parse_json(data, unique_fields=False))
+                parsed = Record.from_dict(parse_json(data, unique_fields=False))
             else:
-                whole = parse_tar_sample(data, self.written_langs)
+                parsed = parse_tar_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
-                f"{path}: record {record} cannot be read in the `layout` {self.layout!r} that index.json gives "
-                f"({error}). Write a new index by `xscale data index {self.directory}`"
+                f"{self.directory}/{self.shards[shard].name}: record {record} cannot be read in the `layout` "
+                f"{self.layout!r} that index.json gives ({error}). Write a new index by `xscale data index "
+                f"{self.directory}`"
             ) from None
-        if whole.langs != self.written_langs:
+        if parsed.langs != self.written_langs:
             raise UserError(
-                f"{self.directory}: record {whole.key!r} has the languages {', '.join(whole.langs)}, and "
+                f"{self.directory}: record {parsed.key!r} has the languages {', '.join(parsed.langs)}, and "
                 f"index.json says {', '.join(self.written_langs)}. Run `xscale data index {self.directory}`"
             )
         if self.langs != self.written_langs:
-            whole = whole._replace(langs=self.langs)
-        if length <= PART_BYTES or len(whole.texts) == 2:
-            return whole
-        # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
-        return self._text_part(whole, shard, record, offset, length // PART_BYTES)
+            return parsed._replace(langs=self.langs)
+        return parsed
 
-    def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
+    def _text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
         """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
-        part's entry in the shard. most: the maximum number of parts before and after this one."""
-        first = max(record - most, 0)
-        end = min(record + 1 + most, int(self.counts[shard]))
+        part's entry in the shard. max_parts: the maximum number of parts."""
+        first = max(record - max_parts, 0)
+        end = min(record + 1 + max_parts, int(self.counts[shard]))
         near = np.frombuffer(self._index_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
-        same = near["offset"] == offset
-        number = int(same[: record - first].sum())
-        parts = int(same.sum())
+        is_of_text = near["offset"] == near["offset"][record - first]
+        number = int(is_of_text[: record - first].sum())
+        parts = int(is_of_text.sum())
         if parts == 1:
             return whole
         text = stripped_piece_of_text(whole.texts[0], number, parts)
