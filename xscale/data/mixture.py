@@ -181,31 +181,25 @@ class Mixture:
     def next_plan(self) -> Plan:
         """Return the plan of the next step, and advance the state."""
         step = self.state["step"]
-        data = self.data.at(step)
+        max_length = self.data.at(step).max_length
         tables: dict[str, PlanTable] = {}
         tokens: dict[str, np.ndarray] = {}
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
-            by_source = self._samples_by_source(stream, weights)
-            positions[stream.name] = []
-            pieces = list[PlanTable]()
-            for source, samples, position in zip(stream.sources, by_source, self._positions(stream), strict=True):
-                source_pieces, new_position = self._take_samples(stream, source, samples, position)
-                pieces += source_pieces
-                positions[stream.name].append(new_position.to_list())
-            table = join_tables(pieces)
+            table, positions[stream.name] = self._choose_records(stream, weights)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             correction = self.corrections.at(step).get(stream.name, Correction())
             tables[stream.name] = table
-            tokens[stream.name] = correction.corrected_tokens(estimated, data.max_length)
+            tokens[stream.name] = correction.corrected_tokens(estimated, max_length)
         # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
-        row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
+        row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
-        row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))
-        borders = np.cumsum(list(map(len, tokens.values())))[:-1]
-        for (name, table), row_of_stream_sample in zip(tables.items(), np.split(row_of_sample, borders), strict=True):
-            tables[name] = table._replace(row=row_of_stream_sample[table.sample])
+        row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))  # see Plan.parts_of_ranks
+        first_sample = 0
+        for name, table in tables.items():
+            tables[name] = table._replace(row=row_of_sample[first_sample + table.sample])
+            first_sample += len(tokens[name])
         self.state = self.state | {
             "step": step + 1,
             "positions": positions,
@@ -213,6 +207,18 @@ class Mixture:
             "room": self.max_sample_tokens,
         }
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
+
+    def _choose_records(self, stream: Stream, weights: np.ndarray) -> tuple[PlanTable, list[list[int]]]:
+        """Return the records that a stream reads in the next step, and its positions after the step, in the form of the
+        state. weights: the probability of each of the stream's sources."""
+        pieces = list[PlanTable]()
+        positions = list[list[int]]()
+        samples_by_source = self._samples_by_source(stream, weights)
+        for source, samples, position in zip(stream.sources, samples_by_source, self._positions(stream), strict=True):
+            source_pieces, new_position = self._take_samples(stream, source, samples, position)
+            pieces += source_pieces
+            positions.append(new_position.to_list())
+        return join_tables(pieces), positions
 
     @property
     def max_sample_tokens(self) -> int:
