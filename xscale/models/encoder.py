@@ -104,8 +104,8 @@ class Encoder(nn.Module):
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        for layer_states in self._states_of_layers(self.lm.base_model, row, seed, places):
-            last_states = layer_states  # a list of all layers' states would keep them in memory
+        for states in self._states_of_layers(self.lm.base_model, row, seed, places):
+            last_states = states  # and not a list of all layers' states, which would stay in memory
         return last_states
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:

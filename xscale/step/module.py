@@ -132,8 +132,9 @@ class StepModule(nn.Module):
         objective = OBJECTIVES[self.streams[stream].objective]
         assert objective.vectors
         with self.naming_errors(stream, "vectors"):
-            options = self.streams[stream].options
-            return objective.vectors(self.objective_parts(stream), states, row.arrays[stream], options)
+            return objective.vectors(
+                self.objective_parts(stream), states, row.arrays[stream], self.streams[stream].options
+            )
 
     def compute_losses(self, stream: str, states: dict[str, Tensor], row: Row) -> Losses:
         """Return the losses that the stream's objective computes for a row. states: the row's states of the stream."""
