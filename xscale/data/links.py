@@ -19,9 +19,6 @@ from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
-Layout = list[list[int]]
-"""The numbers of the texts of each sequence. Text s of pair p has the number 2p + s."""
-
 
 def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     """Return the two words of each link, one of a pair's first text and one of its second text [K, 2], and for each of
@@ -62,8 +59,8 @@ def pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
         ) from None
 
 
-def segments_of_layout(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
-    """Return the segments of each sequence, for join_segments."""
+def segments_of_layout(pairs: list[Example], layout: list[list[int]]) -> list[list[Segment]]:
+    """Return the segments of each sequence, for join_segments. layout: the numbers of the texts of each sequence."""
     sequences = []
     for texts in layout:
         sequences.append([(pairs[text // 2], text % 2) for text in texts])
@@ -71,10 +68,11 @@ def segments_of_layout(pairs: list[Example], layout: Layout) -> list[list[Segmen
 
 
 def word_tokens(
-    pairs: list[Example], layout: Layout, sequences: Sequences, keep: Literal["all", "first", "last"]
+    pairs: list[Example], layout: list[list[int]], sequences: Sequences, keep: Literal["all", "first", "last"]
 ) -> Ragged:
-    """Return the tokens of each word. A word that was cut off has none. layout: it has each text of the pairs once.
-    keep: return all tokens of a word, only the first or only the last one."""
+    """Return the tokens of each word. A word that was cut off has none. sequences: made from segments_of_layout(pairs,
+    layout), where the layout has each text of the pairs once. keep: return all tokens of a word, only the first or only
+    the last one."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]
     tokens_of_texts = [NO_NUMBERS]

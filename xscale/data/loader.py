@@ -81,10 +81,11 @@ class StepBatch:
 
     def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
-        return {
-            stream: sum(row.auxiliary[stream].gather.state_count for row in self.rows)
-            for stream in self.rows[0].auxiliary
-        }
+        counts = Counter[str]()
+        for row in self.rows:
+            for stream, auxiliary_row in row.auxiliary.items():
+                counts[stream] += auxiliary_row.gather.state_count
+        return dict(counts)
 
     def cost(self) -> dict[str, int]:
         """Return the sum of the rows' costs (Row.cost)."""

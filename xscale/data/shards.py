@@ -283,9 +283,7 @@ class Source:
         offset, length, crc = self._offset_length_crc(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
-        attempts = 2  # a second read may succeed
-        if offset + length > about.bytes:
-            attempts = 0  # a range beyond the end of the shard is not read at all
+        attempts = 0 if offset + length > about.bytes else 2  # a second read may succeed
         damaged_inode = 0
         for _ in range(attempts):
             self.fetch(shard, damaged_inode)

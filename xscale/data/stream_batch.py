@@ -19,7 +19,7 @@ from xscale.data.shards import sorted_pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import Counts
 
-Types = Literal["languages", "segments"]
+TokenTypeField = Literal["languages", "segments"]
 """The field of Sequences from which token types are taken."""
 _NEUTRAL = rng.key("language", "neutral")
 
@@ -76,7 +76,7 @@ class CollateContext:
                 groups[i] = self.language_groups.index(name)
         return groups[which]
 
-    def token_type_field(self, language_embeddings: bool) -> Types | None:
+    def token_type_field(self, language_embeddings: bool) -> TokenTypeField | None:
         """Return the field of Sequences that has the token types of pairs; None: all types are 0."""
         if language_embeddings:
             return "languages"
@@ -154,7 +154,7 @@ class StreamBatch:
     loss of predictions, and metrics that have a number for each target, are also reported by language."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Other arrays that the loss reads on the device, by name."""
-    types: Types | None = None
+    types: TokenTypeField | None = None
     """The field of `sequences` that has the token types; None: all types are 0."""
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
@@ -242,7 +242,7 @@ def masked_lm(
     *,
     mask_prob: float,
     whole_word: bool = False,
-    types: Types | None = None,
+    types: TokenTypeField | None = None,
     neutral_share: float = 0.0,
     samples: int | None = None,
     term: str = "mlm",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import Gather, StreamBatch, Types
+from xscale.data.stream_batch import Gather, StreamBatch, TokenTypeField
 from xscale.errors import UserError
 from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores
@@ -177,5 +177,5 @@ def make_stream_batch(
         "cls": Gather.single(sequences.starts),
         "tokens": Gather.single(tokens),
     }
-    types: Types | None = "languages" if model.language_embeddings else None
+    types: TokenTypeField | None = "languages" if model.language_embeddings else None
     return StreamBatch(sequences, {pooling: states[pooling] for pooling in poolings}, {}, len(sentences), types=types)
