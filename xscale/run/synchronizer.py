@@ -81,9 +81,9 @@ class StepSynchronizer:
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._announce(self._try_read(batches)))
-        agree = self.pending.popleft()
+        wait_for_agreement = self.pending.popleft()
         self.context.watch.note(f"waiting for the other ranks to begin step {self.announced - len(self.pending)}")
-        return agree()
+        return wait_for_agreement()
 
     def _try_read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         """Return this rank's part of the next step; None if it could not be read. `self.error` has the error."""
@@ -106,7 +106,7 @@ class StepSynchronizer:
     def _announce(self, batch: StepBatch | None) -> Callable[[], AgreedStep | None]:
         """Send this rank's message about a step. Return a function that waits for the messages of all ranks and returns
         the result of `next_step`. batch: this rank's part of the step; None: it could not be read."""
-        form = None
+        structure = None
         # A message begins with two flags: this rank could not read the step, and it was asked to stop.
         if batch is None:
             message = [1, *[0] * (self.length - 1)]
@@ -116,23 +116,28 @@ class StepSynchronizer:
                 vector_counts[stream] = [0] * self.context.process.world
                 vector_counts[stream][self.context.process.rank] = count
             flush = int(self.context.process.is_main and self.metrics.wants_flush())
-            # These are the fields of AgreedStep, except `batch`.
-            fields = [batch.counts_without_languages(), batch.cost(), batch.sample_count(), flush, vector_counts]
-            numbers, form = tree_flatten(fields)
+            own_fields = {
+                "targets": batch.counts_without_languages(),
+                "cost": batch.cost(),
+                "samples": batch.sample_count(),
+                "flush": flush,
+                "vector_counts": vector_counts,
+            }
+            numbers, structure = tree_flatten(own_fields)
             message = [0, int(bool(self.context.stop)), *numbers]
             self.length = len(message)
         wait_for_sums = self.context.cpu_group.begin_sum(message)
 
-        def agree() -> AgreedStep | None:
+        def wait_for_agreement() -> AgreedStep | None:
             failed, stopped, *sums = wait_for_sums()
             if failed:
                 end_all_ranks(self.error, self.context.cpu_group, self.metrics)
             if stopped:
                 return None
-            assert batch and form
-            return AgreedStep(batch, *tree_unflatten(sums, form))
+            assert batch and structure
+            return AgreedStep(batch, **tree_unflatten(sums, structure))
 
-        return agree
+        return wait_for_agreement
 
 
 def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
