@@ -130,6 +130,21 @@ def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: 
     assert line.strip().startswith(assignment.partition("=")[0]) and shown in line
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("model: {init: None}", "model.init"),
+        ("data: {cache: None}", "data.cache"),
+        ("phases: [{until: 1.0, model.dropout: None}]", "phases[0].model.dropout"),
+    ],
+)
+def test_the_none_of_python_is_not_a_value(recipe, text: str, name: str) -> None:
+    """As text, it would be the name of a model or folder."""
+    assert problems(recipe, f"{STREAM}{text}") == [f"  {name}: None is not a value of YAML. Write null for no value"]
+    (line,) = problems(recipe, STREAM, "model.init=None")
+    assert "None is not a value of YAML. Write model.init=null for no value" in line
+
+
 def test_ints_are_floats_and_null_is_optional(recipe) -> None:
     made = recipe(STREAM + "train: {lr: 1, time_limit: 5}\nmodel: {init: null}\ndata:\n")
     assert made.train.lr == 1.0 and isinstance(made.train.lr, float) and isinstance(made.train.time_limit, float)

@@ -642,6 +642,11 @@ def fields_that_phases_may_change(recipe: Recipe) -> list[str]:
 def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_for_message: tuple[str, ...] = ()) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
     recipe. keys_for_message: keys that the error of an unknown key lists before the fields of `cls`."""
+    written = fields if isinstance(fields, dict) else {}
+    python_nulls = [name for name, value in written.items() if value == "None"]
+    if python_nulls:  # as text, None would be the name of a model or folder
+        problems += [f"{where}.{name}: None is not a value of YAML. Write null for no value" for name in python_nulls]
+        return None
     try:
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
