@@ -52,6 +52,8 @@ class Unit(NamedTuple):
     """A pair's word links in Pharaoh form. A word stands between spaces or tabs."""
     linked: list[str] | None = None
     """The texts that the word links belong to, if these are not `texts`."""
+    record: str = ""
+    """The key and the tar of a pair from shards, for errors; "" for other sources, which have lines."""
 
 
 class Paragraph(NamedTuple):
@@ -422,6 +424,8 @@ class ShardRecord(NamedTuple):
     """True if a monolingual record starts a document."""
     counts_words: bool
     """True if the links number the words of data/words.py; False if they number words between spaces and tabs."""
+    tar: str
+    """The path or URL of the tar that has the record."""
 
 
 def read_shards(source: SourceSpec) -> Iterator[Unit]:
@@ -439,7 +443,8 @@ def read_shards(source: SourceSpec) -> Iterator[Unit]:
         linked = None
         if stored.record.links is not None and stored.counts_words:
             linked = [" ".join(words) for words, _ in split_words_and_symbols(texts)]
-        yield Unit(number, texts, stored.record.links, linked)
+        place = f"record {stored.record.key!r} of {stored.tar}"
+        yield Unit(number, texts, stored.record.links, linked, place)
 
 
 def indexed_records(directory: str) -> Iterator[ShardRecord]:
@@ -447,7 +452,8 @@ def indexed_records(directory: str) -> Iterator[ShardRecord]:
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
             record = shards.renumber_links(shards.read(shard, place))
-            yield ShardRecord(record, not shards.continues_document(shard, place), True)
+            tar = f"{directory}/{shards.shards[shard].name}"
+            yield ShardRecord(record, not shards.continues_document(shard, place), True, tar)
 
 
 def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Iterator[ShardRecord]:
@@ -466,7 +472,8 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
                         f"the record has texts in {', '.join(record.langs)}, but corpus.yaml gives "
                         f"{' and '.join(expected_langs)}"
                     )
-                yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
+                starts = record.doc is None or record.doc != doc
+                yield ShardRecord(record, starts, "jsonl" in sample, sample["__url__"])
                 doc = record.doc
     except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
         raise UserError(

@@ -203,10 +203,15 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
     try:
         return project_links(unit.links, tuple(unit.texts), tuple(unit.linked))
     except ValueError as error:
+        form = (
+            f"{error}. A link `i-j` joins word i of the first text and word j of the second, counted from 0; spaces "
+            "and tabs divide words"
+        )
+        if unit.record:
+            raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
-            f"{path}: line {unit.number}: {error}. A link `i-j` joins word i of the first text and word j of the "
-            "second, counted from 0; spaces and tabs divide words. Correct the line. If the aligner read other texts, "
+            f"{path}: line {unit.number}: {form}. Correct the line. If the aligner read other texts, "
             "such as tokenised text, pass these texts by --links_src FILE --links_tgt FILE (in corpus.yaml, by "
             "`linked:`)"
         ) from None

@@ -697,6 +697,20 @@ def test_tars_of_others_are_read_by_webdataset(tmp_path: Path, place: str) -> No
         run(tmp_path, {"sources": [turned]}, out="cut")
 
 
+@pytest.mark.parametrize("as_lines", [False, True])
+def test_a_wrong_link_in_a_tar_is_told_with_its_record(tmp_path: Path, as_lines: bool) -> None:
+    """The tar is one of several, and a record of a tar has no line."""
+    for n, links in enumerate(("0-0", "0-7")):
+        members = {f"k{n}.de.txt": "Haus", f"k{n}.en.txt": "house", f"k{n}.links.txt": links}
+        if as_lines:
+            record = {"key": f"k{n}", "langs": ["de", "en"], "texts": ["Haus", "house"], "links": links}
+            members = {"0.jsonl": json.dumps(record)}
+        foreign_tar(tmp_path / f"x-{n}.tar", members)
+    source = {"pairs": ["de", "en"], "shards": f"{tmp_path}/x-{{0..1}}.tar", "name": "tars"}
+    with pytest.raises(UserError, match=r"^record 'k1' of \S*/x-1\.tar: .*0-7.*Correct the links of the record$"):
+        run(tmp_path, {"sources": [source]})
+
+
 def test_documents_of_others_tars(tmp_path: Path) -> None:
     lines = [{"key": str(n), "langs": ["en"], "texts": [f"Text {n}."], "doc": n // 2} for n in range(4)]
     foreign_tar(tmp_path / "x.tar", {"0.jsonl": "".join(json.dumps(line) + "\n" for line in lines)})
