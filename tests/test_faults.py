@@ -187,8 +187,15 @@ def test_files_that_no_manifest_knows(run: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["{}", "", "[]", '{"step": 8}', "not json"])
 def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
-    (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text(damage)
+    manifest = run / "checkpoints/step_00000008" / checkpoints.MANIFEST
+    manifest.write_text(damage)
     assert newest(run) == 4
+    remedy = f"Use another checkpoint, such as an earlier folder step_N in {run}/checkpoints"
+    with pytest.raises(UserError, match=rf"^{manifest}: the (key|content) [^.]*\. {remedy}$"):
+        checkpoints.read_checkpoint(manifest.parent)
+    said = rf"^--resume: checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
+    with pytest.raises(UserError, match=said):
+        find_own_checkpoint(run, str(manifest.parent), CpuGroup())
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def find_damage(path: Path, cpu_group: CpuGroup) -> str | None:
     """Compare a checkpoint's files with their hashes, and return a description of the damage, or None. Each file is
     read by one rank. All ranks call it together."""
     try:
-        checkpoint = read_checkpoint(path)
-    except UserError as error:
-        return str(error)
+        checkpoint = parse_manifest(path / MANIFEST)
+    except ValueError as error:
+        return f"{MANIFEST}: {error}"
     if NAME.fullmatch(path.name) and step_from_name(path) != checkpoint.step:
         return f"{MANIFEST} says step {checkpoint.step}, so the folder was renamed or copied to another name"
     problems = list[str]()
@@ -153,28 +153,39 @@ def find_unsafe_content(path: Path) -> str | None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")
-        kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
-        for key, kind in {"step": int, "world_size": int, **kinds}.items():
-            if type(manifest.get(key)) is not kind or manifest[key] == {}:
-                raise ValueError(f"the key `{key}` is missing or has a wrong type")
-        for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
-            if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
-                raise ValueError(
-                    f"the key `{key}` shows that another version of xscale wrote the checkpoint. Continue the run with "
-                    "that version, or export the model with that version and set model.init to the exported model"
-                )
-        checkpoint = Checkpoint(path, **manifest)
-        if checkpoint.state.get("step") != checkpoint.step:
-            step = checkpoint.state.get("step")
-            raise ValueError(f"the key `state` has the step {step}, but the key `step` has {checkpoint.step}")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return parse_manifest(path / MANIFEST)
+    except ValueError as error:
         raise UserError(
-            f"{path} is not a checkpoint that this version of xscale can use, because of its {MANIFEST}: {error}. Use "
-            "another checkpoint"
+            f"{path / MANIFEST}: {error}. Use another checkpoint, such as an earlier folder step_N in {path.parent}"
         ) from None
+
+
+def parse_manifest(path: Path) -> Checkpoint:
+    """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the file cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"the content is not JSON ({error})") from None
+    if not isinstance(manifest, dict):
+        raise ValueError("the content is not a JSON object")
+    if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
+        raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")
+    kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
+    for key, kind in {"step": int, "world_size": int, **kinds}.items():
+        if type(manifest.get(key)) is not kind or manifest[key] == {}:
+            raise ValueError(f"the key `{key}` is missing or has a wrong type")
+    for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
+        if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
+            raise ValueError(
+                f"the key `{key}` shows that another version of xscale wrote the checkpoint. Continue the run with "
+                "that version, or export the model with that version and set model.init to the exported model"
+            )
+    checkpoint = Checkpoint(path.parent, **manifest)
+    step = checkpoint.state.get("step")
+    if step != checkpoint.step:
+        raise ValueError(f"the key `state` has the step {step}, but the key `step` has {checkpoint.step}")
     return checkpoint
 
 

@@ -119,7 +119,10 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
 def verify_checkpoint(path: Path, option: str, cpu_group: CpuGroup) -> Checkpoint:
     """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.find_damage(path, cpu_group):
-        raise UserError(f"{option}: checkpoint {path} is damaged ({problem}). Choose another checkpoint")
+        raise UserError(
+            f"{option}: checkpoint {path} is damaged ({problem}). Use another checkpoint, such as an earlier folder "
+            f"step_N in {path.parent}"
+        )
     return checkpoints.read_checkpoint(path)
 
 
