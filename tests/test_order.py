@@ -157,7 +157,7 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
         lengths, follows = zip(*both, strict=True)
         return np.concatenate(lengths), np.concatenate(follows)
 
-    return tokens, on, {"look": look, "estimate": lambda lengths: lengths, "rooms": ((sum(counts), room),)}
+    return tokens, on, {"read_lengths": look, "estimate": lambda lengths: lengths, "rooms": ((sum(counts), room),)}
 
 
 @settings(max_examples=30, deadline=None)
@@ -230,11 +230,11 @@ def test_pairs_come_in_the_same_order_in_parts(small_parts: None, counts: list[i
     """Also their lengths, and however the epoch is read."""
     bytes_of, _, looks = documents(counts)
     whole = places(counts, epoch=epoch)
-    one = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
+    one = EpochOrder(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
     at = 0
     while at < len(whole):
         end = int(one.take_samples(at, 7)[0][-1])
-        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
+        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
         for order in (one, fresh):
             shard, record = locate(order, at, end)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[at:end]

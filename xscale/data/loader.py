@@ -173,15 +173,14 @@ class StepDataset(Dataset):
     def read_records(self, stream: Stream, table: PlanTable, context: CollateContext) -> list[Record]:
         """Return the records of a stream. Very long texts of pairs are cut. If the stream's objective needs words, word
         links get the numbers of the words of data/words.py."""
-        words_wanted = stream.objective.words(stream.options)
         records = list[Record]()
         places = zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True)
         for source_number, shard, record_number in places:
             source = self.sources[source_number]
             record = source.read(shard, record_number, self.readahead)
             if not stream.reads_running_text:
-                record = cut_texts_before_tokenization(record, words_wanted, context)
-            if words_wanted:
+                record = cut_texts_before_tokenization(record, stream.needs_words, context)
+            if stream.needs_words:
                 record = source.renumber_links(record)
             records.append(record)
         return records
@@ -199,7 +198,7 @@ class StepDataset(Dataset):
                 if follows[number] and not begins_with_unspaced_script(text):
                     texts[number] = " " + text
         words: list[TokenWords] | None = None
-        if stream.objective.words(stream.options):
+        if stream.needs_words:
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
@@ -289,11 +288,11 @@ def cut_points_of_long_texts(texts: list[str], ids: list[list[int]], context: Co
 def collate_context(corpus: Corpus, recipe: Recipe) -> CollateContext:
     """Return the context of all collate functions of a phase. recipe: the recipe of the phase."""
     return CollateContext(
-        corpus.tokenizer,
-        recipe.data.max_length,
-        recipe.data.overlong,
-        corpus.language_ids,
-        recipe.train.seed,
+        tokenizer=corpus.tokenizer,
+        max_length=recipe.data.max_length,
+        overlong=recipe.data.overlong,
+        language_ids=corpus.language_ids,
+        seed=recipe.train.seed,
         segments=corpus.segments,
     )
 

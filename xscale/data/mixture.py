@@ -245,22 +245,22 @@ class Mixture:
         return positions
 
     def _take_samples(
-        self, stream: Stream, source: int, samples: np.ndarray, position: Position
+        self, stream: Stream, source_index: int, samples: np.ndarray, position: Position
     ) -> tuple[list[PlanTable], Position]:
         """Return the source's next records, which form these samples, and the position after them."""
         pieces = list[PlanTable]()
         taken = 0
         while taken < len(samples):
-            order = self._epoch_order(stream, source, position)
+            order = self._epoch_order(stream, source_index, position)
             ends, shard, record, lengths = order.take_samples(position.records, len(samples) - taken)
             pieces.append(
                 PlanTable(
                     sample=np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=position.records)),
-                    source=np.full(len(record), source, dtype=np.int32),
+                    source=np.full(len(record), source_index, dtype=np.int32),
                     epoch=np.full(len(record), position.epoch, dtype=np.int32),
                     shard=shard,
                     record=record,
-                    tokens=self.calibration.estimated_tokens(source, lengths),
+                    tokens=self.calibration.estimated_tokens(source_index, lengths),
                 )
             )
             taken += len(ends)
@@ -280,25 +280,25 @@ class Mixture:
                     for shard in np.concatenate(order.window_shards[window : window + 2]).tolist():
                         yield self.sources[number], shard
 
-    def _epoch_order(self, stream: Stream, source: int, position: Position) -> EpochOrder:
+    def _epoch_order(self, stream: Stream, source_index: int, position: Position) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
         changes."""
-        opened = self.sources[source]
-        rooms = (*position.rooms, (opened.records, self.max_sample_tokens)) if stream.reads_running_text else ()
-        kept = self._orders.get((stream.name, source))
+        source = self.sources[source_index]
+        rooms = (*position.rooms, (source.records, self.max_sample_tokens)) if stream.reads_running_text else ()
+        kept = self._orders.get((stream.name, source_index))
         if kept and kept.epoch == position.epoch and kept.rooms == rooms:
             return kept
         order = EpochOrder(
-            opened.counts,
-            rng.key(self.seed, stream.name, "order", opened.langs_name, opened.fingerprint),
+            source.counts,
+            rng.key(self.seed, stream.name, "order", source.langs_name, source.fingerprint),
             position.epoch,
-            look=partial(lengths_and_continuations_of_shards, opened),
-            estimate=partial(self.calibration.estimated_tokens, source),
+            read_lengths=partial(lengths_and_continuations_of_shards, source),
+            estimate=partial(self.calibration.estimated_tokens, source_index),
             rooms=rooms,
             # A fork may add sources (run/resume.py), which must not change the order of the others.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),
         )
-        self._orders[stream.name, source] = order
+        self._orders[stream.name, source_index] = order
         return order
 
 

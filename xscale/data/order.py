@@ -31,7 +31,7 @@ WINDOW_SHARDS = 256
 PART_RECORDS = 1 << 15
 """The minimum number of records of a part, if its window has several parts."""
 
-Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
+ReadLengths = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
 """A function of some shards, and of some records of each of them. It returns the length in bytes of each record [n],
 and True for each record that continues the document of the record before it [n]."""
 
@@ -46,7 +46,7 @@ class OrderedSamples(NamedTuple):
     records: np.ndarray
     """Number of each record in its shard [n]."""
     lengths: np.ndarray
-    """Bytes of each record [n]; empty if EpochOrder has no `look`."""
+    """Bytes of each record [n]; empty if EpochOrder has no `read_lengths`."""
 
 
 class WindowPart(NamedTuple):
@@ -57,7 +57,7 @@ class WindowPart(NamedTuple):
     ordinals: np.ndarray
     """Number of each record in the window, whose shards follow one another [n]."""
     lengths: np.ndarray
-    """Bytes of each record [n]; empty if EpochOrder has no `look`."""
+    """Bytes of each record [n]; empty if EpochOrder has no `read_lengths`."""
     sample_ends: np.ndarray
     """Number of the part's records up to the end of each sample [samples]; empty for single records."""
 
@@ -74,7 +74,7 @@ class EpochOrder:
         seed: np.uint64,
         epoch: int,
         window: int = WINDOW_RECORDS,
-        look: Look | None = None,
+        read_lengths: ReadLengths | None = None,
         estimate: Callable[[np.ndarray], np.ndarray] | None = None,
         rooms: Sequence[tuple[int, int]] = (),
         sources: int = 1,
@@ -86,7 +86,7 @@ class EpochOrder:
         Empty: each record is a sample. sources: the number of sources of the stream."""
         self.counts = counts
         self.epoch = epoch
-        self.look = look
+        self.read_lengths = read_lengths
         self.estimate = estimate
         self.rooms = rooms
         self.sources = sources
@@ -156,18 +156,18 @@ class EpochOrder:
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
         lengths = NO_NUMBERS
-        if self.look:
+        if self.read_lengths:
             ends = np.cumsum(self.counts[shards])
             by_shard = np.split(part.ascending, np.searchsorted(part.ascending, ends[:-1]))
             chosen = list[slice | np.ndarray]()
             for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
                 chosen.append(shard_ordinals - shard_start)
-            lengths = self.look(shards.tolist(), chosen)[0][part.order]
+            lengths = self.read_lengths(shards.tolist(), chosen)[0][part.order]
         return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_NUMBERS)
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""
-        assert self.estimate and self.look
+        assert self.estimate and self.read_lengths
         window = self.window_at(position)
         window_start = self.window_starts[window]
         parts = self.part_count(window)
@@ -180,7 +180,7 @@ class EpochOrder:
         first, end = edges[number : number + 2]
         begin = window_start + int(places[number])
         slices = [slice(*borders) for borders in zip(first.tolist(), end.tolist(), strict=True)]
-        lengths, follows = self.look(shards.tolist(), slices)
+        lengths, follows = self.read_lengths(shards.tolist(), slices)
         starts = np.cumsum(end - first) - (end - first)
         follows[starts[end > first]] = False
         if parts > 1:

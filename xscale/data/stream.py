@@ -44,6 +44,11 @@ class Stream:
         return self.objective.record_kind == "mono"
 
     @property
+    def needs_words(self) -> bool:
+        """True if the objective's `collate` needs the words of the texts."""
+        return self.objective.words(self.options)
+
+    @property
     def active_sources(self) -> list[int]:
         """Indices of the sources that the stream reads in this phase."""
         return [source for source in self.sources if source not in self.idle]
