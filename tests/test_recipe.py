@@ -357,7 +357,7 @@ def test_a_step_without_targets_is_an_error() -> None:
         check_step_has_targets(nothing, 7, recipe)
     with pytest.raises(UserError, match=r"step 7 has no tokens to predict. Set more samples"):
         check_step_has_targets(nothing, 7, load("mlm", "data.max_length=16", "data.overlong=truncate"))
-    check_step_has_targets(nothing._replace(targets=none | {count_key("tlm", "mlm"): 1}), 7, recipe)
+    check_step_has_targets(nothing._replace(counts=none | {count_key("tlm", "mlm"): 1}), 7, recipe)
 
 
 @pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])

@@ -94,7 +94,7 @@ def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
             assert steps == [None, None]
             return done, "stopped"
         assert steps[0]._replace(batch=None) == steps[1]._replace(batch=None)
-        assert steps[0].targets == {TLM: RANKS * done}
+        assert steps[0].counts == {TLM: RANKS * done}
         if done == stop:
             told[1].append("a signal")
         network.now += 1

@@ -134,7 +134,7 @@ class Trainer:
                 engine,
                 self.recipe,
                 agreed.batch.rows,
-                agreed.targets,
+                agreed.counts,
                 step=self.done,
                 rank=self.context.process.rank,
                 world=self.context.process.world,
@@ -162,7 +162,7 @@ class Trainer:
         numbers["step_s"] = seconds
         numbers["tokens_per_s"] = agreed.cost["tokens"] / seconds
         numbers["samples_per_s"] = agreed.samples / seconds
-        return UnreportedStep(agreed.batch, result, agreed.targets, numbers)
+        return UnreportedStep(agreed.batch, result, agreed.counts, numbers)
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""

@@ -153,7 +153,7 @@ class UnreportedStep(NamedTuple):
 
     batch: StepBatch
     result: StepResult
-    targets: Counts
+    counts: Counts
     """The step's counts without a language in their key, summed over ranks."""
     numbers: dict[str, Any]
     """The step's other metrics: numbers or tensors."""
@@ -164,17 +164,17 @@ class UnreportedStep(NamedTuple):
         step = self.batch.step
         recipe = recipe.at(step)
         sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
-        counts = dict(zip(self.batch.counts_with_languages(), map(int, language_counts), strict=True))
-        metrics = stream_metrics(sums, self.targets, recipe)
+        counts_with_languages = dict(zip(self.batch.counts_with_languages(), map(int, language_counts), strict=True))
+        metrics = stream_metrics(sums, self.counts, recipe)
         loss = 0.0
         for stream in recipe.streams:
             if f"loss/{stream}" in metrics:
                 loss += recipe.stream_weight(stream, step) * metrics[f"loss/{stream}"]
         entry = {"step": step + 1, "loss": loss} | metrics
-        for key, count in self.targets.items():
+        for key, count in self.counts.items():
             if key.name == "count":  # the first count of a stream is that of its first term
                 entry.setdefault(f"count/{key.stream}", count)
-        entry |= language_metrics(sums, counts, recipe) | self.numbers
+        entry |= language_metrics(sums, counts_with_languages, recipe) | self.numbers
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 

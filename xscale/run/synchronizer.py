@@ -39,7 +39,7 @@ class AgreedStep(NamedTuple):
 
     batch: StepBatch
     """This rank's part of the step."""
-    targets: Counts
+    counts: Counts
     """The step's counts without a language in their key, see Row.counts."""
     cost: dict[str, int]
     """Row.cost of the step's rows."""
@@ -51,7 +51,7 @@ class AgreedStep(NamedTuple):
 
     def too_long_pairs(self) -> int:
         """Return the number of pairs longer than data.max_length."""
-        return sum(count for key, count in self.targets.items() if key.name == "too_long")
+        return sum(count for key, count in self.counts.items() if key.name == "too_long")
 
 
 class StepSynchronizer:
@@ -117,7 +117,7 @@ class StepSynchronizer:
                 vector_counts[stream][self.context.process.rank] = count
             flush = int(self.context.process.is_main and self.metrics.wants_flush())
             own_fields = {
-                "targets": batch.counts_without_languages(),
+                "counts": batch.counts_without_languages(),
                 "cost": batch.cost(),
                 "samples": batch.sample_count(),
                 "flush": flush,
@@ -142,7 +142,7 @@ class StepSynchronizer:
 
 def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
     """Raise UserError on all ranks if a step has no targets."""
-    if any(count for key, count in agreed.targets.items() if key.name == "count"):
+    if any(count for key, count in agreed.counts.items() if key.name == "count"):
         return
     count = agreed.too_long_pairs()
     if not count or recipe.data.overlong == "truncate":

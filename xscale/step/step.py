@@ -71,7 +71,7 @@ def optimizer_step(
     engine: Any,
     recipe: Recipe,
     rows: list[Row],
-    totals: Counts,
+    counts: Counts,
     *,
     step: int,
     rank: int,
@@ -84,13 +84,13 @@ def optimizer_step(
     The loss of the step is a sum over streams and terms of weight * factor * (sum over targets / number of targets on
     all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    totals: the targets of all ranks by `count_key`. measure: measure the gradient norm of each stream. vector_counts:
-    stream -> number of vectors of each rank that enter the stream's queue.
+    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure: measure the gradient
+    norm of each stream. vector_counts: stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
-    weights = weights_of_term_sums(recipe, totals, step)
+    weights = weights_of_term_sums(recipe, counts, step)
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
@@ -231,13 +231,13 @@ def loss_keys(recipe: Recipe) -> list[MetricKey]:
     return keys
 
 
-def weights_of_term_sums(recipe: Recipe, totals: Counts, step: int) -> Weights:
+def weights_of_term_sums(recipe: Recipe, counts: Counts, step: int) -> Weights:
     """Return the factor of each term's sum over targets in the loss of the step."""
     weights: Weights = {}
     for key in loss_keys(recipe):
         stream = recipe.streams[key.stream]
         factor = OBJECTIVES[stream.objective].terms(stream.options)[key.term]
-        weights[key] = recipe.stream_weight(key.stream, step) * factor / divisor_of_term(totals, key, recipe)
+        weights[key] = recipe.stream_weight(key.stream, step) * factor / divisor_of_term(counts, key, recipe)
     return weights
 
 
