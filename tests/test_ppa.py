@@ -33,7 +33,7 @@ from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import MomentumEncoder, Queue
-from xscale.objectives import Parts, ppa
+from xscale.objectives import HasQueue, Parts, ppa
 from xscale.ranks import Process
 from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
@@ -408,7 +408,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     loader, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
     engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe))
     moco: Any = engine.module.auxiliary_states["ppa"]
-    assert moco.prefill_samples == 17
+    assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
     warm_up_queues(engine, loader, place)
     warm_up = prefilling.single_stream_loader(loader, "ppa")
     filling, stream = (

@@ -16,10 +16,10 @@ from xscale.objectives import (
     translation_ranking,
     word_contrast,
 )
-from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts, Prediction, step_loss_share
+from xscale.objectives.base import HasQueue, Losses, Objective, Parts, Prediction, step_loss_share
 from xscale.recipe import STREAM_FIELDS, field_names
 
-__all__ = ["OBJECTIVES", "AuxiliaryState", "Losses", "Objective", "Parts", "Prediction", "step_loss_share"]
+__all__ = ["OBJECTIVES", "HasQueue", "Losses", "Objective", "Parts", "Prediction", "step_loss_share"]
 
 
 def import_objective(name: str) -> Objective:

@@ -13,7 +13,7 @@ Shape letters: M predictions, T targets of a term, S states, H width of the head
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ class Losses:
 
 class AuxiliaryState(Protocol):
     """A stream's state that no optimizer updates, such as a momentum encoder. It is in fp32 and the same on every
-    rank. An objective's class of states inherits from this class."""
+    rank."""
 
     def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return the states that the loss gets as states["auxiliary"], one for each state that `row` gathers. They have
@@ -70,24 +70,27 @@ class AuxiliaryState(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    # The rest is for a state with a queue of vectors of earlier steps. All ranks exchange their new vectors once a
-    # step. The queue is filled before step 1, with the initial weights (queue warm-up).
 
-    steps: int = 0
+@runtime_checkable
+class HasQueue(AuxiliaryState, Protocol):
+    """An auxiliary state with a queue of vectors of earlier steps. All ranks exchange their new vectors once a step.
+
+    The queue is filled before step 1, with the initial weights (queue warm-up).
+    """
+
+    steps: int
     """Number of optimizer steps of the run, which StepModule sets. It is not saved, because a resume may change it."""
-    prefill_samples: int = 0
+    prefill_samples: int
     """Number of samples that the warm-up reads; 0 if there is no warm-up."""
 
     def gather_new_vectors(self, vector_counts: list[int] | None) -> None:
         """Exchange the vectors. All ranks call it after `encode` of the last row of a step, before the first loss.
         vector_counts: the number of vectors that each rank has computed; None: the ranks must first exchange these
         numbers."""
-        return
 
     def enqueue_new_vectors(self) -> int:
         """Add the computed vectors to the queue. During warm-up, every rank calls this once per global batch, after
         `encode` of all its rows. Returns the number of samples in the queue."""
-        return 0
 
 
 @dataclass(frozen=True)

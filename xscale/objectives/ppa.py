@@ -48,7 +48,7 @@ from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import tlm
-from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts, Prediction
+from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import STRICT, Count, Fraction, NotNegative
@@ -239,7 +239,7 @@ def _in_fp32_or_wider(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class Moco(AuxiliaryState):
+class Moco:
     """The auxiliary state of PPA: the key encoder and the queue."""
 
     def __init__(self, encoder: Encoder, projection: nn.Module, options: PpaOptions):
@@ -247,8 +247,9 @@ class Moco(AuxiliaryState):
         self.momentum = MomentumEncoder(encoder, projection)
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
-        self.step = 0
-        """The number of finished optimizer steps."""
+        self.step = self.steps = 0
+        """The number of finished optimizer steps, and the number of steps of the whole run. StepModule sets the
+        latter."""
         self.step_keys: tuple[Tensor, Tensor] | None = None
         """The keys [N, D] of the current step on all ranks, and their text hashes [N, 2], in the order of the samples;
         None before `gather_new_vectors`."""

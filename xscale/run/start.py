@@ -23,6 +23,7 @@ from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import LOG, ExitCode, UserError, indent_lines, redact
 from xscale.eval.in_training import check_eval_tasks
+from xscale.objectives import HasQueue
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
 from xscale.run import describe, folder, resolve, resume
@@ -219,7 +220,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
     """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
     reads each stream's data in a different order than training does, and does not change the stream's position."""
     for name, auxiliary_state in module.auxiliary_states.items():
-        if not auxiliary_state.prefill_samples:
+        if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
         warm_up = single_stream_loader(loader, name)
         wanted = auxiliary_state.prefill_samples

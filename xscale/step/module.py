@@ -95,7 +95,8 @@ class StepModule(nn.Module):
                         f"streams.{name}: the auxiliary state of the objective {stream.objective}: {problem}"
                     )
                 self.auxiliary_states[name] = auxiliary_state
-                auxiliary_state.steps = recipe.train.steps
+                if hasattr(auxiliary_state, "steps"):
+                    auxiliary_state.steps = recipe.train.steps
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def set_streams(self, recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from xscale import rng
 from xscale.data.packed_row import Row, copy_to_device
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
-from xscale.objectives import OBJECTIVES
+from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import Recipe
 from xscale.step.module import States, StepModule, Sums, Weights, encoder_states
@@ -191,7 +191,8 @@ def precompute_states(
     Also let the auxiliary states gather their vectors from all ranks. vector_counts: see `optimizer_step`."""
     precomputed = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
-        auxiliary_state.gather_new_vectors(vector_counts.get(stream))
+        if isinstance(auxiliary_state, HasQueue):
+            auxiliary_state.gather_new_vectors(vector_counts.get(stream))
     if module.streams_with_vectors():
         add_vectors_of_step(precomputed, module, rows, seeds)
     return precomputed
