@@ -123,6 +123,7 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
         ("checkpoint.keep=1", "1"),
         ("streams.mlm.samples=0", "0"),
         ("streams.mlm.mask_prob=1.0", "1"),
+        ("streams.mlm.weight=1e308", "1e+308"),
     ],
 )
 def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: str) -> None:

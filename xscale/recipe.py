@@ -26,6 +26,9 @@ RECIPES = Path(__file__).parent / "recipes"
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """The pydantic settings of the sections of a recipe, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
+LARGEST_FACTOR = 1_000_000
+"""The largest factor of a loss. The product of two factors can be represented in fp32."""
+LossFactor = Annotated[float, Field(ge=0, le=LARGEST_FACTOR)]
 MOST = 1 << 40
 """The maximum number of steps, samples or tokens. It is larger than needed, and a float represents it exactly."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
@@ -65,7 +68,7 @@ class StreamConfig:
     pair. In a stream of monolingual text, a sample has about data.max_length tokens: consecutive sentences of one
     document, or several short documents. Each document of a sample forms a sequence. If a sample has more than
     data.max_length tokens, the rest of its tokens forms another sequence. In a phase, 0 pauses the stream."""
-    weight: PositiveFloat = 1.0
+    weight: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] = 1.0
     """The factor of the stream's loss in the total loss of a step."""
     warm_in: NotNegative = 0.0
     """The number of steps at the beginning of the run in which the factor of the stream's loss rises linearly from 0 to

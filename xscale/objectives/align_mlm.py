@@ -32,13 +32,13 @@ from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.recipe import STRICT, Count, NotNegative
+from xscale.recipe import STRICT, Count, LossFactor
 
 
 @dataclass(frozen=True, config=STRICT)
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
-    alpha: NotNegative = 10.0
+    alpha: LossFactor = 10.0
     """The factor alpha of L_ALIGN, the loss of dictionary entries."""
     subwords: Literal["mean", "single"] = "mean"
     """How L_ALIGN treats a word of several tokens. mean: the mean of the tokens' input embeddings stands for the word.

@@ -36,7 +36,7 @@ from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import first_sides
-from xscale.recipe import STRICT, Fraction, NotNegative
+from xscale.recipe import STRICT, Fraction, LossFactor
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -45,7 +45,7 @@ class AlignLMOptions:
     mask_prob: Fraction = 0.30
     """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
     count."""
-    bilingual_weight: NotNegative = 1.0
+    bilingual_weight: LossFactor = 1.0
     """The factor lambda of L_bp, the loss of the prediction from the aligned words."""
     expand: Literal["all", "first"] = "all"
     """Which tokens of two aligned words are linked. all: each token of one word with each token of the other word.

@@ -33,7 +33,7 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.recipe import STRICT, NotNegative
+from xscale.recipe import STRICT, LossFactor
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,7 +42,7 @@ class ContextualOptions:
     anchor: str | None = "en"
     """The anchor language. Each pair must have a sentence in the anchor language. null: the first language of each pair
     is its anchor language."""
-    anchor_weight: NotNegative = 1.0
+    anchor_weight: LossFactor = 1.0
     """The factor lambda of R. R is the squared distance between the hidden states of the anchor language in the trained
     encoder and in the initial encoder."""
 

@@ -51,7 +51,7 @@ from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.rank_rows import gather_rank_rows
-from xscale.recipe import STRICT, Count, Fraction, NotNegative
+from xscale.recipe import STRICT, Count, Fraction, LossFactor
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -81,10 +81,10 @@ class PpaOptions:
     training."""
     momentum_eval: bool = False
     """true: the key encoder (a moving average of the trained encoder) runs without dropout."""
-    moco_weight: NotNegative = 1.0
+    moco_weight: LossFactor = 1.0
     """The factor of the contrastive loss L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key
     encoder (the row "-MoCo" in Table 5 of the paper)."""
-    tlm_weight: NotNegative = 1.0
+    tlm_weight: LossFactor = 1.0
     """The factor of the TLM loss L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in
     Table 5)."""
     replace_tlm_with_mlm: bool = False
