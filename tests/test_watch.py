@@ -16,8 +16,9 @@ import pytest
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import NotFinite
-from xscale.ranks import Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run import watch
 from xscale.run.metrics import RunMetrics, slowest_rank_metrics
 
@@ -37,21 +38,44 @@ def test_the_slowest_rank_is_compared_with_the_median() -> None:
     assert slowest_rank_metrics([1.0]) == {}
 
 
-def test_the_advice_keeps_the_steps_that_are_skipped_already(tmp_path: Path) -> None:
-    """--set replaces the whole list, and the run may do these steps again."""
+def failure_message(out: Path, skipped_in_a_row: int = 0, fp16: bool = False) -> str:
+    """Return the message of a run with the checkpoints of the steps 2, 4 and 6 that ends at step BAD."""
+    for step in (2, 4, 6):
+        (out / f"step_0000000{step}").mkdir()
+        (out / f"step_0000000{step}" / checkpoints.MANIFEST).write_text("{}")
+    manager = CheckpointManager(None, out, CpuGroup(alone=True), keep=2, saved=6, write_config_and_tokenizer=print)
+    process = Process(0, 1, 0, 1)
     run: Any = SimpleNamespace(
-        context=SimpleNamespace(
-            out=tmp_path, process=Process(0, 1, 0, 1), cpu_group=SimpleNamespace(gather=lambda records: [records])
-        ),
+        context=SimpleNamespace(out=out, process=process, cpu_group=manager.cpu_group),
         recipe=SimpleNamespace(train=SimpleNamespace(skip_steps=[3, 5])),
-        manager=SimpleNamespace(good=2, path_of_step=lambda step: tmp_path / f"step_{step}"),
+        manager=manager,
         is_main=True,
-        fp16=False,
-        skipped_in_a_row=0,
+        fp16=fp16,
+        skipped_in_a_row=skipped_in_a_row,
     )
     batch: Any = SimpleNamespace(record_keys={"mlm": ["a"]})
-    with pytest.raises(NotFinite, match=rf"skip step {BAD} by .*step_2 --set train.skip_steps=.3,5,{BAD}\]"):
+    with pytest.raises(NotFinite) as caught:
         RunMetrics.raise_not_finite(run, BAD, "the loss of mlm", batch, finite=False)
+    return str(caught.value)
+
+
+def test_the_advice_keeps_the_steps_that_are_skipped_already(tmp_path: Path) -> None:
+    """--set replaces the whole list, and the run may do these steps again."""
+    assert f"skip step {BAD} by --resume {tmp_path}/step_00000006 --set train.skip_steps=[3,5,{BAD}]. Or" in (
+        failure_message(tmp_path)
+    )
+
+
+def test_the_advice_after_skipped_steps_is_a_checkpoint_before_the_last_update(tmp_path: Path) -> None:
+    """The checkpoint of step 4 has the update of step 4, which a resume from it cannot skip."""
+    message = failure_message(tmp_path, skipped_in_a_row=3, fp16=True)
+    assert f"lists the records of step {BAD}. The steps after step 4 were skipped, and have changed nothing" in message
+    assert f"skip step 4 by --resume {tmp_path}/step_00000002 --set train.skip_steps=[3,5,4]" in message
+
+
+def test_no_step_is_to_be_skipped_if_none_has_changed_the_weights(tmp_path: Path) -> None:
+    message = failure_message(tmp_path, skipped_in_a_row=BAD, fp16=True)
+    assert "No step has changed the weights yet" in message and "skip_steps" not in message
 
 
 def wait_without_steps(folder: Path, ready: Any) -> None:

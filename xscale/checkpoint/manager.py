@@ -57,6 +57,11 @@ class CheckpointManager:
     def path_of_step(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
+    def newest_step_before(self, step: int) -> int | None:
+        """Return the step of the newest checkpoint of a step before `step`, or None."""
+        saved = map(store.step_from_name, store.list_checkpoints(self.folder))
+        return max((earlier for earlier in saved if earlier < step), default=None)
+
     def partial_path_of_step(self, step: int) -> Path:
         """Return the directory into which the ranks write a checkpoint before it is published."""
         return files.partial_path(self.path_of_step(step))

@@ -321,8 +321,13 @@ class RunMetrics:
         bad = number - self.skipped_in_a_row if self.fp16 else number
         skipped = ",".join(map(str, [*self.recipe.train.skip_steps, bad]))
         skip = f"--set train.skip_steps=[{skipped}]"
-        newest = self.manager.good
-        if newest is None:
+        newest = self.manager.newest_step_before(bad)
+        if bad == 0:
+            remedy = (
+                "No step has changed the weights yet. Begin a new run in another --out, in bf16 or fp32 "
+                "(train.precision), or with another model.init"
+            )
+        elif newest is None:
             remedy = (
                 f"{self.manager.folder} has no checkpoint from before the failure. Begin a new run in another --out, "
                 f"with {skip}, or with a lower train.lr or lower weights of the streams"
@@ -334,9 +339,10 @@ class RunMetrics:
                 "checkpoint, with a lower train.lr or lower weights of the streams, by --fork "
                 f"{self.context.out}@{newest} and another --out"
             )
-        raise NotFinite(
-            f"step {number}: {what} is not finite. {path} lists the records of step {number}. {remedy}"
-        ) from None
+        problem = f"step {number}: {what} is not finite. {path} lists the records of step {number}."
+        if bad < number:
+            problem += f" The steps after step {bad} were skipped, and have changed nothing."
+        raise NotFinite(f"{problem} {remedy}") from None
 
     def log_progress_if_due(self, entry: dict[str, Any]) -> None:
         """Log a progress line from time to time, such as
