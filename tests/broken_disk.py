@@ -24,7 +24,7 @@ from xscale import ranks, train
 from xscale.checkpoint import manager
 from xscale.ranks import CpuGroup
 from xscale.run import loop, metrics, validation
-from xscale.run.folder import Status
+from xscale.run.run_status import Status
 from xscale.run.start import train_run
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -15,7 +15,7 @@ from pathlib import Path
 from xscale import ranks
 from xscale.data import calibrate
 from xscale.ranks import CpuGroup
-from xscale.run.folder import DONE, STOPPED, Status
+from xscale.run.run_status import DONE, STOPPED, Status
 from xscale.run.start import train_run
 from xscale.train import parse_arguments
 

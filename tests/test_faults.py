@@ -28,10 +28,10 @@ from xscale.errors import LOG, UserError
 from xscale.files import Lock
 from xscale.models.build import read_pretrained, xscale_field_of_init
 from xscale.ranks import CpuGroup, Process
-from xscale.run import folder
-from xscale.run.folder import Status
+from xscale.run import run_status
 from xscale.run.resolve import resolve_run
 from xscale.run.resume import find_own_checkpoint
+from xscale.run.run_status import Status
 
 # Files
 
@@ -125,7 +125,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
         step.mkdir(parents=True)
         torch.save({}, step / "mp_rank_00_model_states.pt")
         seal(step, 1, {"identity": was})
-        folder.check_folder(tmp_path / "run", now, "auto")
+        run_status.check_folder(tmp_path / "run", now, "auto")
 
 
 def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,16 +254,16 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
     step = run / "checkpoints/step_00000008"
     assert newest(step) is None
     with pytest.raises(UserError, match="is not a run of xscale"):
-        folder.check_folder(step, {"a": 1}, "auto")
+        run_status.check_folder(step, {"a": 1}, "auto")
 
 
 def test_a_folder_belongs_to_the_run_of_its_newest_readable_checkpoint(run: Path) -> None:
     (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text("{")
-    folder.check_folder(run, {"a": 1}, "auto")
+    run_status.check_folder(run, {"a": 1}, "auto")
     with pytest.raises(UserError, match=f"has a run with other settings.*model.init={run}"):
-        folder.check_folder(run, {"a": 2}, "auto")
+        run_status.check_folder(run, {"a": 2}, "auto")
     with pytest.raises(UserError, match="already has a run"):
-        folder.check_folder(run, {"a": 1}, "never")
+        run_status.check_folder(run, {"a": 1}, "never")
 
 
 def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:

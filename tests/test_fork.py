@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import launch
-from tests.test_going_on import loader_of, save
+from tests.test_init_and_export import loader_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import manifest_text

@@ -25,7 +25,7 @@ from tests import launch
 from xscale import ranks, train
 from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.folder import DONE, STATUS, STOPPED, Status, check_folder, exit_code_and_message
+from xscale.run.run_status import DONE, STATUS, STOPPED, Status, check_folder, exit_code_and_message
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}

@@ -18,8 +18,8 @@ from tests.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES, import_objective
 from xscale.removed import QUEUE_METHODS
-from xscale.run.folder import FAULT, exit_code_and_message
 from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.run_status import FAULT, exit_code_and_message
 
 RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
 PAGE = (launch.ROOT / "docs" / "how-to" / "own-objective.md").read_text(encoding="utf-8")

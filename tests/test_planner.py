@@ -28,8 +28,8 @@ from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
-from xscale.run import folder
-from xscale.run.folder import MACHINE, USER_ERROR, exit_code_and_message
+from xscale.run import run_status
+from xscale.run.run_status import MACHINE, USER_ERROR, exit_code_and_message
 
 
 class Plans(Dataset):
@@ -122,10 +122,10 @@ def test_a_child_that_does_not_come_out_of_its_fork_is_made_again(hangs: int, mo
 
 def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the log of their rank, when a run that hangs asks for it."""
-    monkeypatch.setattr(folder.LOG, "propagate", True)
-    monkeypatch.setattr(folder.LOG, "handlers", [])
+    monkeypatch.setattr(run_status.LOG, "propagate", True)
+    monkeypatch.setattr(run_status.LOG, "handlers", [])
     monkeypatch.setattr(faulthandler, "enable", lambda _: None)  # pytest's own stays
-    log = folder.start_logging(tmp_path, 0)
+    log = run_status.start_logging(tmp_path, 0)
     others = set(multiprocessing.active_children())
     batches = through_workers(mixture(1, 3, 100), 2, 10**6)  # the planner is not done
     list(islice(batches, 2))

@@ -13,7 +13,7 @@ from xscale.metric_keys import MetricKey, count_key
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
-from xscale.run.folder import identity_differences
+from xscale.run.run_status import identity_differences
 from xscale.run.synchronizer import AgreedStep, check_step_has_targets
 
 STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"

@@ -26,7 +26,7 @@ from xscale.errors import UserError
 from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
 from xscale.recipe import EvalTask
-from xscale.run.folder import MACHINE, exit_code_and_message
+from xscale.run.run_status import MACHINE, exit_code_and_message
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
 ALONE = Process(0, 1, 0, 1)

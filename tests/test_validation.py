@@ -36,9 +36,9 @@ from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import EvalTask, load_recipe
-from xscale.run.folder import start_logging
 from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
+from xscale.run.run_status import start_logging
 from xscale.run.validation import Validation
 from xscale.step.metrics import language_metrics, stream_metrics
 from xscale.step.step import compute_row_loss, sum_evaluation_losses, weights_of_term_sums

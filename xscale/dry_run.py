@@ -12,7 +12,7 @@ from xscale.data.loader import Loader, raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
 from xscale.ranks import CpuGroup, Process
-from xscale.run import folder
+from xscale.run import run_status
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
 from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
 from xscale.run.resume import find_starting_checkpoint, resume_calibration
@@ -32,7 +32,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         process = Process(0, args.ranks, 0, args.ranks)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_process()
     run = prepare_run(args, process, hardware, CpuGroup())
-    folder.check_folder(args.out, run.identity, args.resume)
+    run_status.check_folder(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
     print(*run.notes, sep="\n")
     module = module_of_run(run.recipe, run.corpus)

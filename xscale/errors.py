@@ -21,7 +21,7 @@ TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() e
 
 
 LOG = logging.getLogger("xscale")
-"""The log of this process. run/folder.py says where it is written."""
+"""The log of this process. run/run_status.py says where it is written."""
 ExitCode = int
 """The exit code of a command, 0 if it has succeeded. docs/reference/run.md lists those of a run."""
 

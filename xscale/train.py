@@ -38,7 +38,7 @@ from xscale.errors import (
     sys_exit_as_error,
 )
 from xscale.ranks import CpuGroup, Process
-from xscale.run.folder import FAULT, LOST_RANK, Status, exit_code_and_message
+from xscale.run.run_status import FAULT, LOST_RANK, Status, exit_code_and_message
 from xscale.run.start import train_run
 
 DEMO = Path("data/demo")

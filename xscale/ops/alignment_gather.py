@@ -3,7 +3,7 @@
 The states are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token, or of a
 sequence's first token, is a sum over a single token. AlignLM sums the tokens that are linked with a masked token.
 
-Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs (state, token in its sum).
+Shape letters: N tokens of a row, H hidden width, S states that losses read, K pairs (state, token in its sum).
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @torch.library.custom_op("xscale::alignment_gather", mutates_args=())
 def alignment_gather(
-    hidden_NH: Tensor, offsets_R1: Tensor, columns_K: Tensor, t_offsets_N1: Tensor, t_rows_K: Tensor
+    hidden_NH: Tensor, offsets_S1: Tensor, columns_K: Tensor, t_offsets_N1: Tensor, t_rows_K: Tensor
 ) -> Tensor:
-    """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
+    """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [S, H].
 
     The index is a Gather of data/stream_batch.py and its transpose: `*gather, *gather.transpose(N)`, int32, on the
     device of `hidden`. A sum over no token is 0. The transpose lists, for each token, the states whose sums contain the
@@ -25,7 +25,7 @@ def alignment_gather(
     computed in fp32 (fp64 for fp64), without atomics, in an order that depends on the index alone, so that the result
     has the same bits every time.
     """
-    return F.embedding_bag(columns_K, hidden_NH.detach(), offsets_R1, mode="sum", include_last_offset=True)
+    return F.embedding_bag(columns_K, hidden_NH.detach(), offsets_S1, mode="sum", include_last_offset=True)
 
 
 @alignment_gather.register_kernel("cuda")

@@ -16,9 +16,9 @@ from xscale.deepspeed_private import skip_step
 from xscale.errors import LOG, ExitCode, NotFinite, UserError
 from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
 from xscale.eval.in_training import make_task_functions
-from xscale.run.folder import DONE, STOPPED
 from xscale.run.metrics import RunMetrics, UnreportedStep
 from xscale.run.resume import is_checkpoint_of_run
+from xscale.run.run_status import DONE, STOPPED
 from xscale.run.synchronizer import AgreedStep, StepSynchronizer, check_step_has_targets
 from xscale.run.validation import Validation
 from xscale.run.watch import RunContext

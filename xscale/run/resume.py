@@ -24,7 +24,7 @@ from xscale.errors import LOG, UserError, indent_lines
 from xscale.models.build import xscale_field_of_init
 from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe
-from xscale.run import folder
+from xscale.run import run_status
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
@@ -72,7 +72,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
     if args.resume == "never":
         return None
     if checkpoint := find_own_checkpoint(args.out, args.resume, cpu_group):
-        if differences := folder.identity_differences(checkpoint.identity, identity):
+        if differences := run_status.identity_differences(checkpoint.identity, identity):
             raise UserError(
                 f"checkpoint {checkpoint.path} belongs to a run with other settings than this command. To continue the "
                 "run of the checkpoint, start with the settings of that run. To start a new run from the weights of "
@@ -86,7 +86,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
             )
     elif args.fork:
         checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", cpu_group)
-        if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
+        if differences := run_status.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
                 "values of the forked run, or start a new run from the weights of the forked run by --set "
@@ -145,7 +145,7 @@ def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
 
 def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
-    changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.settings_in_checkpoint())
+    changed = run_status.list_differences(checkpoint.engine | {"stage": config.stage}, config.settings_in_checkpoint())
     if changed:
         raise UserError(
             f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
@@ -243,7 +243,11 @@ def is_checkpoint_of_run(checkpoint: Checkpoint, out: Path) -> bool:
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
-    entry = {"run": str(run), "step": parent.step, "changed": folder.identity_differences(parent.identity, identity)}
+    entry = {
+        "run": str(run),
+        "step": parent.step,
+        "changed": run_status.identity_differences(parent.identity, identity),
+    }
     files.write_text(out / ANCESTRY, json.dumps([entry], indent=1, ensure_ascii=False) + "\n")
 
 

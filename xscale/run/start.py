@@ -26,7 +26,7 @@ from xscale.eval.in_training import check_eval_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
-from xscale.run import describe, folder, resolve, resume
+from xscale.run import describe, resolve, resume, run_status
 from xscale.run.loop import Trainer
 from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
@@ -48,7 +48,7 @@ class ResolvedRun:
     """The lines to print before the first step."""
 
 
-def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, status: folder.Status) -> ExitCode:
+def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, status: run_status.Status) -> ExitCode:
     """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
     run = prepare_run(args, process, Hardware.of_this_process(), cpu_group)
@@ -59,13 +59,13 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
             status.set_steps_done(checkpoint.step)
-            status.write_end(folder.DONE, f"{checkpoint.step} of {steps} steps")
-            return folder.DONE
+            status.write_end(run_status.DONE, f"{checkpoint.step} of {steps} steps")
+            return run_status.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)
         with closing(trainer):
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
-        status.write_end(code, context.stop.why if code == folder.STOPPED else f"{trainer.done} of {steps} steps")
+        status.write_end(code, context.stop.why if code == run_status.STOPPED else f"{trainer.done} of {steps} steps")
     return code
 
 
@@ -82,7 +82,7 @@ def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, 
 
 
 def claim_folder(
-    args: argparse.Namespace, run: ResolvedRun, process: Process, cpu_group: CpuGroup, status: folder.Status
+    args: argparse.Namespace, run: ResolvedRun, process: Process, cpu_group: CpuGroup, status: run_status.Status
 ) -> RunContext:
     """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
     out: Path = args.out
@@ -90,14 +90,14 @@ def claim_folder(
     locks = list[files.Lock]()
 
     def claim() -> dict[str, Any]:
-        folder.check_folder(out, run.identity, args.resume)
+        run_status.check_folder(out, run.identity, args.resume)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder") from None
         locks.append(files.Lock(out))
-        folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
-        return folder.read_status_of_done_run(out)
+        run_status.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
+        return run_status.read_status_of_done_run(out)
 
     done_before = cpu_group.value_from_main(claim)
     status.write_running(done_before)
@@ -106,7 +106,7 @@ def claim_folder(
             f"--out {out} does not exist on {os.uname().nodename}, the host of rank {process.rank}. Choose a "
             "folder that all hosts share"
         )
-    stacks = folder.start_logging(out, process.rank)
+    stacks = run_status.start_logging(out, process.rank)
     watch = Watch(process, stacks, run.recipe.train.stall_limit, status.write_end)
     for lock in locks:
         if lock.problem:
@@ -175,7 +175,7 @@ def write_config_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: 
     """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
-    files.write_text(out / "ds_config.json", folder.to_json_text(run.config.resolved))
+    files.write_text(out / "ds_config.json", run_status.to_json_text(run.config.resolved))
     if checkpoint and not resume.is_checkpoint_of_run(checkpoint, out):
         resume.write_ancestry(out, checkpoint, run.identity)
     lines = [*describe.dropped_pairs_warnings(loader), *describe.unlisted_shards_warnings(run.corpus)]
@@ -195,7 +195,7 @@ def check_ranks_agree(
         "--out": str(args.out),
     }
     settings_of_main = cpu_group.value_from_main(lambda: settings)
-    differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
+    differences = run_status.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
     for rank, (host, lines) in enumerate(cpu_group.gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(

@@ -21,8 +21,8 @@ from xscale.errors import DirectoryTaken, MachineError, UserError
 from xscale.metric_keys import Counts
 from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe
-from xscale.run.folder import MACHINE, USER_ERROR, exit_code_and_message
 from xscale.run.metrics import RunMetrics
+from xscale.run.run_status import MACHINE, USER_ERROR, exit_code_and_message
 from xscale.run.watch import RunContext
 
 RANKS_OF_A_STEP = 128

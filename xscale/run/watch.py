@@ -23,7 +23,7 @@ import psutil
 from xscale import files
 from xscale.errors import LOG, hold_signals
 from xscale.ranks import CpuGroup, Process
-from xscale.run.folder import STUCK, Status
+from xscale.run.run_status import STUCK, Status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a run to save and end."""

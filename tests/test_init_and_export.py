@@ -1,4 +1,4 @@
-"""Going on from other models and runs: whose tokenizer, whose language embeddings."""
+"""The initial tokenizer and language embeddings of a run from `model.init`, and exported models."""
 
 import json
 import os
