@@ -405,16 +405,18 @@ def describe_sources_read(
 ) -> list[dict[str, Any]]:
     """Return each source from which records were read, as {"name", "languages", "licence", "streams"}. "licence" is
     None if index.json has none. "streams" has the number of records that each stream has read, over all epochs."""
+    records_read: dict[int, dict[str, int]] = {}
+    """Index of a source -> the number of records that each stream has read from it."""
+    for stream in streams:
+        for number, numbers in zip(stream.sources, state["positions"][stream.name], strict=True):
+            position = Position.from_list(numbers)
+            if position.epoch or position.records:
+                stream_records = records_read.setdefault(number, {})
+                stream_records[stream.name] = position.epoch * sources[number].records + position.records
     listed: list[dict[str, Any]] = []
-    for number, source in enumerate(sources):
-        records: dict[str, int] = {}
-        for stream in streams:
-            for read, numbers in zip(stream.sources, state["positions"][stream.name], strict=True):
-                position = Position.from_list(numbers)
-                if read == number and (position.epoch or position.records):
-                    records[stream.name] = position.epoch * source.records + position.records
-        if records:
-            licence = source.index["made_by"].get("licence")
-            entry = {"name": source.directory.name, "languages": list(source.langs), "licence": licence}
-            listed.append(entry | {"streams": records})
+    for number in sorted(records_read):
+        source = sources[number]
+        licence = source.index["made_by"].get("licence")
+        entry = {"name": source.directory.name, "languages": list(source.langs), "licence": licence}
+        listed.append(entry | {"streams": records_read[number]})
     return listed
