@@ -85,28 +85,28 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     for p, side in enumerate(first_sides(pairs, options.shuffle_sides)):
         layout.append([2 * p + side, 2 * p + 1 - side])
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.token_type_field(False))
-    masked = stream_batch.states["masked"]
+    stream_batch = masked_lm(
+        sequences, context, mask_prob=options.mask_prob, types=context.token_type_field(False), term="mono"
+    )
+    masked = stream_batch.states["masked"].columns
     links_K2, is_word_K2 = links.links_and_word_flags(pairs)
     of_one_kind = is_word_K2[:, 0] == is_word_K2[:, 1]
     tokens_of_words = links.word_tokens(pairs, layout, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)
-    # linked_R: indices in masked.columns of the tokens with links. partners: the tokens to which these are linked.
-    linked_R, partners = links.sum_linked_states(A, masked.columns, len(sequences.ids))
-    labels = stream_batch.labels["mlm"]
-    group_of_target = {}
+    # linked_R: indices in `masked` of the tokens with links. partners: the tokens to which these are linked.
+    linked_R, partners = links.sum_linked_states(A, masked, len(sequences.ids))
+    group_of_target = dict(stream_batch.group_of_target)
     if context.language_groups:
-        groups = stream_batch.group_of_target["mlm"]
-        group_of_target = {"mono": groups, "bi": groups[linked_R]}
+        group_of_target["bi"] = group_of_target["mono"][linked_R]
     arrays = {}
     if options.normalize == "mean":
         arrays["links"] = np.diff(partners.offsets)
     return replace(
         stream_batch,
-        states={"masked": masked, "linked": partners},
-        labels={"mono": labels, "bi": labels[linked_R]},
+        states=stream_batch.states | {"linked": partners},
+        labels=stream_batch.labels | {"bi": stream_batch.labels["mono"][linked_R]},
         group_of_target=group_of_target,
-        target_counts={"mono": masked.state_count, "bi": partners.state_count, "links": len(partners.columns)},
+        target_counts=stream_batch.target_counts | {"bi": partners.state_count, "links": len(partners.columns)},
         arrays=arrays,
     )
 
