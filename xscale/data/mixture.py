@@ -213,9 +213,10 @@ class Mixture:
         state. weights: the probability of each of the stream's sources."""
         pieces = list[PlanTable]()
         positions = list[list[int]]()
-        samples_by_source = self._samples_by_source(stream, weights)
-        for source, samples, position in zip(stream.sources, samples_by_source, self._positions(stream), strict=True):
-            source_pieces, new_position = self._take_samples(stream, source, samples, position)
+        for source_index, samples, position in zip(
+            stream.sources, self._samples_by_source(stream, weights), self._positions(stream), strict=True
+        ):
+            source_pieces, new_position = self._take_samples(stream, source_index, samples, position)
             pieces += source_pieces
             positions.append(new_position.to_list())
         return join_tables(pieces), positions

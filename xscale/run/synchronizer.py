@@ -116,14 +116,15 @@ class StepSynchronizer:
                 vector_counts[stream] = [0] * self.context.process.world
                 vector_counts[stream][self.context.process.rank] = count
             flush = int(self.context.process.is_main and self.metrics.wants_flush())
-            own_fields = {
-                "counts": batch.counts_without_languages(),
-                "cost": batch.cost(),
-                "samples": batch.sample_count(),
-                "flush": flush,
-                "vector_counts": vector_counts,
-            }
-            numbers, structure = tree_flatten(own_fields)
+            numbers, structure = tree_flatten(
+                {
+                    "counts": batch.counts_without_languages(),
+                    "cost": batch.cost(),
+                    "samples": batch.sample_count(),
+                    "flush": flush,
+                    "vector_counts": vector_counts,
+                }
+            )
             message = [0, int(bool(self.context.stop)), *numbers]
             self.length = len(message)
         wait_for_sums = self.context.cpu_group.begin_sum(message)

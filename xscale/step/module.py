@@ -110,8 +110,8 @@ class StepModule(nn.Module):
 
     def objective_parts(self, stream: str) -> Parts:
         """Return the modules that the functions of the stream's objective get."""
-        heads = dict(self.heads.items()).get(stream)
-        return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
+        heads = dict(self.heads.items())  # a ModuleDict has no `get`
+        return Parts(self.encoder, heads.get(stream), self.auxiliary_states.get(stream))
 
     def streams_with_vectors(self) -> list[str]:
         """Return the streams whose objective compares the samples of a whole step, for which each row has one more
