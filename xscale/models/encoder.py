@@ -100,20 +100,20 @@ class Encoder(nn.Module):
     def head(self) -> Head:
         return HEADS[self.lm.config.model_type](self.lm)
 
-    def forward(self, row: Tokens, places: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tokens, places: Tensor | None = None) -> Tensor:
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        for states in self._states_of_layers(self.lm.base_model, row, seed, places):
+        for states in self._states_of_layers(self.lm.base_model, tokens, seed, places):
             last_states = states  # and not a list of all layers' states, which would stay in memory
         return last_states
 
-    def hidden_states(self, row: Tokens) -> list[Tensor]:
+    def hidden_states(self, tokens: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
         no dropout in evaluation mode."""
         if self._states_of_layers is padded_states:
-            return layer_states_by_padded_pass(self.lm.base_model, row, all_layers=True)
-        return list(self._states_of_layers(self.lm.base_model, row, seed=0, places=None))
+            return layer_states_by_padded_pass(self.lm.base_model, tokens, all_layers=True)
+        return list(self._states_of_layers(self.lm.base_model, tokens, seed=0, places=None))
 
     def set_dropout(self, p: float | None) -> None:
         """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""

@@ -51,29 +51,29 @@ def take_places(x_NH: Tensor, places_P: Tensor | None) -> Tensor:
     return x_NH if places_P is None else _TakePlaces.apply(x_NH, places_P)
 
 
-def bert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+def bert_states(model: Any, tokens: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield the hidden states of a row [N, H] after the embeddings and after each layer, for BertModel and models of
     the same structure. After the last layer, these are only the states at `places` [P, H], unless `places` is None."""
     e = model.embeddings
-    types = row.input_ids.new_zeros(1) if row.types is None else row.types
-    positions = row.positions + first_position_id(model.config)
-    x = e.word_embeddings(row.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
+    types = tokens.input_ids.new_zeros(1) if tokens.types is None else tokens.types
+    positions = tokens.positions + first_position_id(model.config)
+    x = e.word_embeddings(tokens.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
     x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
     last = len(model.encoder.layer) - 1
     for number, layer in enumerate(model.encoder.layer):
         yield x
-        x = _bert_layer(layer, x, row, seed, number, places if number == last else None)
+        x = _bert_layer(layer, x, tokens, seed, number, places if number == last else None)
     yield x
 
 
-def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, places: Tensor | None) -> Tensor:
+def _bert_layer(layer: Any, x: Tensor, tokens: Tokens, seed: int, number: int, places: Tensor | None) -> Tensor:
     attention_weights = layer.attention.self
     out = layer.attention.output
     ffn = layer.output
     p = _dropout_rate(attention_weights.dropout)
     qkv = _qkv(attention_weights, x)
     attended = attention(
-        qkv, row.starts, row.lengths, row.longest, seed + number, attention_weights.num_attention_heads, p
+        qkv, tokens.starts, tokens.lengths, tokens.longest, seed + number, attention_weights.num_attention_heads, p
     )
     attended = take_places(attended, places)
     x = take_places(x, places)
@@ -99,25 +99,25 @@ def _qkv(attention_weights: Any, x: Tensor) -> Tensor:
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
-def modernbert_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+def modernbert_states(model: Any, tokens: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield the same as bert_states, for ModernBertModel (Warner et al. 2024). The last states are normalised."""
     c = model.config
     e = model.embeddings
-    x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
-    rotations = {kind: _rotary_cos_sin(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
+    x = dropout(e.norm(e.tok_embeddings(tokens.input_ids)), _dropout_rate(e.drop))
+    rotations = {kind: _rotary_cos_sin(c, tokens.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
     last = len(model.layers) - 1
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
         window = c.local_attention // 2 if kind == "sliding_attention" else None
         places_here = places if number == last else None
         yield x
-        x = _modernbert_layer(layer, x, row, seed, number, rotations[kind], window, places_here)
+        x = _modernbert_layer(layer, x, tokens, seed, number, rotations[kind], window, places_here)
     yield model.final_norm(x)
 
 
 def _modernbert_layer(
     layer: Any,
     x: Tensor,
-    row: Tokens,
+    tokens: Tokens,
     seed: int,
     number: int,
     rotation: tuple[Tensor, Tensor],
@@ -129,7 +129,7 @@ def _modernbert_layer(
     heads = attn.config.num_attention_heads
     p = attn.attention_dropout if attn.training else 0.0
     qkv = rotate_(attn.Wqkv(layer.attn_norm(x)), *rotation, heads)
-    attended = attention(qkv, row.starts, row.lengths, row.longest, seed + number, heads, p, window)
+    attended = attention(qkv, tokens.starts, tokens.lengths, tokens.longest, seed + number, heads, p, window)
     attended = take_places(attended, places)
     x = take_places(x, places)
     x = dropout(attn.Wo(attended), _dropout_rate(attn.out_drop), x)
@@ -149,37 +149,37 @@ def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) 
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
-def padded_states(model: Any, row: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+def padded_states(model: Any, tokens: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield only the last hidden states of any Hugging Face encoder [N, H], or those at `places` [P, H], computed by
     the encoder's own forward pass over padded sequences."""
-    yield take_places(layer_states_by_padded_pass(model, row)[-1], places)
+    yield take_places(layer_states_by_padded_pass(model, tokens)[-1], places)
 
 
-def layer_states_by_padded_pass(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
+def layer_states_by_padded_pass(model: Any, tokens: Tokens, all_layers: bool = False) -> list[Tensor]:
     """Return the last layer's hidden states [N, H], computed by the model's own forward pass over padded sequences.
     With `all_layers`, return the states of the embeddings and of all layers."""
-    B = len(row.lengths)
-    L = int(row.lengths.max())
-    N = len(row.input_ids)
-    device = row.input_ids.device
+    B = len(tokens.lengths)
+    L = int(tokens.lengths.max())
+    N = len(tokens.input_ids)
+    device = tokens.input_ids.device
     pad = model.config.pad_token_id or 0
-    lengths_B = row.starts.diff().long()
-    shifts_B = torch.arange(B, device=device) * L - row.starts[:-1]
+    lengths_B = tokens.starts.diff().long()
+    shifts_B = torch.arange(B, device=device) * L - tokens.starts[:-1]
     places_N = torch.arange(N, device=device) + shifts_B.repeat_interleave(lengths_B, output_size=N)
 
     def padded(values_N: Tensor, fill: int = 0) -> Tensor:
         return values_N.new_full((B * L,), fill).index_copy(0, places_N, values_N).view(B, L)
 
     first = first_position_id(model.config)
-    optional_inputs = {"position_ids": padded(row.positions + first, first)}
-    if row.types is not None:
-        optional_inputs["token_type_ids"] = padded(row.types)
+    optional_inputs = {"position_ids": padded(tokens.positions + first, first)}
+    if tokens.types is not None:
+        optional_inputs["token_type_ids"] = padded(tokens.types)
     accepted = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {name: values for name, values in optional_inputs.items() if name in accepted}
     mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # a softmax over no token would be NaN
     if all_layers:
         inputs["output_hidden_states"] = True
-    output = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
+    output = model(padded(tokens.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
     layers = output.hidden_states if all_layers else [output.last_hidden_state]
     return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 

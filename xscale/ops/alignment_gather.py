@@ -3,7 +3,8 @@
 The states are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token, or of a
 sequence's first token, is a sum over a single token. AlignLM sums the tokens that are linked with a masked token.
 
-Shape letters: N tokens of a row, H hidden width, S states that losses read, K pairs (state, token in its sum).
+Shape letters: N tokens whose hidden states are given (in training, those at Row.places), H hidden width, S states that
+losses read, K pairs (state, token in its sum).
 """
 
 from typing import Any
