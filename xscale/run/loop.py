@@ -143,7 +143,7 @@ class Trainer:
             )
         except NotFinite as error:  # all ranks raise it under fp16
             self.metrics.raise_loss_scale_at_minimum(number, error, agreed.batch)
-        numbers: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "grad_norm": engine.get_global_grad_norm(),
             "lr": result.lr,
             "skipped": engine.skipped_steps - skipped,
@@ -153,16 +153,16 @@ class Trainer:
             "data_wait_s": self.synchronizer.read_s,
         }
         if engine.fp16_enabled():
-            numbers["loss_scale"] = float(engine.optimizer.loss_scale)
-        numbers |= result.gradient_norms
+            metrics["loss_scale"] = float(engine.optimizer.loss_scale)
+        metrics |= result.gradient_norms
         if measure:
-            numbers |= alignment_metrics(engine, self.probes)
+            metrics |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.gpu_metrics(agreed.cost, seconds, self.context.process.world)
-        numbers["step_s"] = seconds
-        numbers["tokens_per_s"] = agreed.cost["tokens"] / seconds
-        numbers["samples_per_s"] = agreed.samples / seconds
-        return UnreportedStep(agreed.batch, result, agreed.counts, numbers)
+        metrics |= self.flops.gpu_metrics(agreed.cost, seconds, self.context.process.world)
+        metrics["step_s"] = seconds
+        metrics["tokens_per_s"] = agreed.cost["tokens"] / seconds
+        metrics["samples_per_s"] = agreed.samples / seconds
+        return UnreportedStep(agreed.batch, result, agreed.counts, metrics)
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""

@@ -155,8 +155,8 @@ class UnreportedStep(NamedTuple):
     result: StepResult
     counts: Counts
     """The step's counts without a language in their key, summed over ranks."""
-    numbers: dict[str, Any]
-    """The step's other metrics: numbers or tensors."""
+    other_metrics: dict[str, Any]
+    """The step's metrics that are not computed from sums and counts, by name: numbers or tensors."""
 
     def metrics_line(self, sums_K: list[float], language_counts: list[float], recipe: Recipe) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. sums_K: the sums of `result`, and language_counts: the counts of
@@ -174,7 +174,7 @@ class UnreportedStep(NamedTuple):
         for key, count in self.counts.items():
             if key.name == "count":  # the first count of a stream is that of its first term
                 entry.setdefault(f"count/{key.stream}", count)
-        entry |= language_metrics(sums, counts_with_languages, recipe) | self.numbers
+        entry |= language_metrics(sums, counts_with_languages, recipe) | self.other_metrics
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
@@ -259,7 +259,7 @@ class RunMetrics:
         for step in steps:
             sums_K = step.result.sums.values_K
             vectors += [sums_K, torch.tensor(list(step.batch.counts_with_languages().values())).to(sums_K)]
-            seconds += step.numbers["data_wait_s"] + step.result.seconds_of_passes()
+            seconds += step.other_metrics["data_wait_s"] + step.result.seconds_of_passes()
         seconds_R = vectors[0].new_zeros(self.context.process.world)
         seconds_R[self.context.process.rank] = seconds / len(steps)
         vectors.append(seconds_R)
