@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests import launch
 from tests.launch import open_run
-from tests.rows import CPU, pass_row, saved_bytes
+from tests.rows import CPU, pass_row, saved_bytes, shared_of
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, Tokens
 from xscale.models.build import preset_config
@@ -22,7 +22,7 @@ from xscale.ranks import Process
 from xscale.recipe import Recipe, load_recipe
 from xscale.step import cost
 from xscale.step.module import StepModule
-from xscale.step.step import compute_row_loss, encode_auxiliary
+from xscale.step.step import compute_row_loss
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -153,7 +153,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     """Activations, head and gradients: what a row allocates at most, on a CPU."""
     module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
     on_device = row.to(CPU)
-    (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+    (shared,) = shared_of(module, [on_device], [(0,)])
     weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
     with torch.profiler.profile(profile_memory=True) as profile:
         compute_row_loss(module, on_device, shared, weights, (0,))[0].backward()
@@ -230,6 +230,6 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
         pass_row(module, row, weights)[0].backward()
     found = cost.StepFlops.of(module).flops(row.cost)
     assert set(found) == {"encoder", "attention", "head", "auxiliary", "vectors"}
-    assert (found["vectors"] > 0) == (recipe == "word_contrast")
+    assert (found["vectors"] > 0) == (recipe in ("mixed", "word_contrast"))
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
     assert sum(found.values()) <= counted.get_total_flops() * 1.001

@@ -377,7 +377,7 @@ def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     """The TMX has no word links; objectives that need links read the other pairs, and the run says so."""
     recipe, corpus = resolve_run("mixed", [], [made])
     read = {s.name: [corpus.sources[n].directory.name for n in s.sources] for s in corpus.streams.last}
-    assert read["alignlm"] == read["contextual"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
+    assert read["alignlm"] == read["word_contrast"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
     (note,) = [line for line in start_notes(recipe, corpus) if "alignlm" in line]
     assert "pairs_yy" in note and "no word alignments" in note
 

@@ -9,14 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
-from tests.rows import CPU, rows_of_step, totals_of
+from tests.rows import CPU, rows_of_step, shared_of, totals_of
 from xscale.data.loader import Loader
 from xscale.data.packed_row import Row
 from xscale.models import flat
 from xscale.step.module import StepModule
-from xscale.step.step import compute_row_loss, encode_auxiliary, weights_of_term_sums
+from xscale.step.step import compute_row_loss, weights_of_term_sums
 
-SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
+SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "word_contrast=4", "align_mlm=3"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ class Waits(TorchDispatchMode):
 
 def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward and the companions' update of a row of all objectives, with attention as a GPU's kernel has it.
-    But for the weights of the predictions and the seeds of two encoders in training, which come from the host, and on a
+    But for the weights of the predictions and the seeds of three forward passes, which come from the host, and on a
     CPU the head, which looks whether the incoming gradient is 1."""
     monkeypatch.setattr(flat, "attention", lambda qkv_NX, *_: qkv_NX[:, : qkv_NX.shape[1] // 3])
     module = StepModule(launch.encoder(loader), loader.recipe)
@@ -64,9 +64,9 @@ def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeyp
         for auxiliary in row.auxiliary.values():
             auxiliary.to(CPU)
     with Waits() as waits:
-        (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+        (shared,) = shared_of(module, [on_device], [(0,)])
         loss, _ = compute_row_loss(module, on_device, shared, weights, (0,))
-    assert waits.found == copies.found + Counter(lift_fresh=1, _local_scalar_dense=2)
+    assert waits.found == copies.found + Counter(lift_fresh=1, _local_scalar_dense=3)
     with Waits() as waits:
         loss.backward()
     assert waits.found == Counter(_local_scalar_dense=3), "features, weight and bias of the head"

@@ -51,7 +51,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if recipe.startswith("ppa") or recipe == "mixed":
             sets.append("streams.ppa.queue_size=64")
         listed.append(arguments(f"recipe-{recipe}", recipe, "zero2_cpu", *sets))
-    small = ["streams.ppa.queue_size=32", *(f"streams.{name}.samples=6" for name in ("ppa", "contextual", "mlm"))]
+    small = ["streams.ppa.queue_size=32", *(f"streams.{name}.samples=6" for name in ("ppa", "word_contrast", "mlm"))]
     small += ["streams.tlm.samples=8", "streams.alignlm.samples=8", "streams.align_mlm.samples=4"]
     same = ["model.dropout=0", "train.max_tokens=256", "train.max_grad_norm=1000"]
     unmeasured = {name: [] if name == "zero2_fp16" else ["train.measure_every=0"] for name in DS_CONFIGS}

@@ -37,7 +37,7 @@ SIZES = {
     "mixed": [
         "streams.mlm.samples=3", "streams.tlm.samples=4", "streams.tlm.warm_in=4", "streams.alignlm.samples=5",
         "streams.alignlm.weight=2.5", "streams.ppa.samples=3", "streams.ppa.queue_size=9",
-        "streams.contextual.samples=2", "streams.contextual.weight=0.5",
+        "streams.word_contrast.samples=2", "streams.word_contrast.weight=0.5",
         "streams.align_mlm.samples=1", "streams.align_mlm.pairs_per_step=50", "train.z_loss=0.001",
     ],
     "mlm": ["streams.mlm.samples=7", "train.z_loss=0.01"],
@@ -376,11 +376,17 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     case.module.zero_grad()
     others: list[Tensor] = []
 
+    rows, seeds = list[Row](), list[step.Seed]()
+    for rank, of_rank in enumerate(ranks):
+        for number, row in enumerate(of_rank):
+            rows.append(row.to(CPU))
+            seeds.append((0, rank, number))
+    shared = shared_of(case.module, rows, seeds)
+    of_ranks = [slice(len(ranks[0])), slice(len(ranks[0]), None)]
+
     def norms_of(rank: int) -> dict[str, Tensor]:
-        rows = [row.to(CPU) for row in ranks[rank]]
-        seeds: list[step.Seed] = [(0, rank, number) for number in range(len(rows))]
-        shared = step.encode_auxiliary(case.module, rows, seeds)
-        return step.gradient_norms(engine, rows, shared, weights, seeds)
+        part = of_ranks[rank]
+        return step.gradient_norms(engine, rows[part], shared[part], weights, seeds[part])
 
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
     norms_of(1)

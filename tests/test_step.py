@@ -78,7 +78,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     """The recipe `mixed`, 2 ranks, ZeRO-2, several rows: weights, queue and momentum encoder after 6 steps equal
     those of one process that sums whole streams' losses (each tested against its paper elsewhere) and calls AdamW."""
     out = tmp_path / "run"
-    small = {"mlm": 5, "tlm": 9, "alignlm": 7, "ppa": 11, "contextual": 5, "align_mlm": 3}
+    small = {"mlm": 5, "tlm": 9, "alignlm": 7, "ppa": 11, "word_contrast": 5, "align_mlm": 3}
     sets = [f"streams.{name}.samples={n}" for name, n in small.items()] + ["streams.ppa.queue_size=30"]
     # Adam divides by the root of a square: where a gradient is mere rounding, a tiny eps makes a whole step of it.
     ds_config = json.loads((launch.ROOT / "ds_configs/zero2_cpu.json").read_text())
@@ -105,7 +105,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
             row = pack_row({name: stream_batch}, loader.corpus.tokenizer.sep_id)
             objective = OBJECTIVES[loader.recipe.streams[name].objective]
             terms = objective.terms(loader.recipe.streams[name].options)
-            shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream
+            shared = {"alignlm": "mono"}  # what divides all terms of a stream
             counts = {term: stream_batch.target_counts[shared.get(name, term)] for term in terms}
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 3, 1)}.get(name, 1)
             weights = {

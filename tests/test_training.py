@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 
 STEPS = 20
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
-SMALL += [f"streams.{name}.samples=5" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual")]
+SMALL += [f"streams.{name}.samples=5" for name in ("mlm", "tlm", "alignlm", "ppa", "word_contrast")]
 SMALL += ["streams.align_mlm.samples=3", "train.measure_every=0"]
-SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "contextual": 7, "align_mlm": 3}
+SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "word_contrast": 7, "align_mlm": 3}
 """Not divisible by the ranks: rows have other numbers of samples, some none of a stream."""
 EXACT = ["--set", "model.dropout=0.0", *(f"streams.{name}.samples={n}" for name, n in SAMPLES.items())]
 

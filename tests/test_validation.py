@@ -242,7 +242,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     sources = find_sources([odd / "bare", heldout / "pairs"])
     measured = {s.name: (s.sources, s.samples) for s in streams_of_heldout_text(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
-    assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}
+    assert measured == {"tlm": both, "alignlm": second, "ppa": both, "word_contrast": second}
 
 
 HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"
@@ -418,7 +418,7 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
 
 COMMON = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed"]
 SMALL = ["checkpoint.every=4", "streams.ppa.queue_size=64", "train.measure_every=4", "train.lr=0.003"]
-SMALL += [f"streams.{name}.samples=6" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual", "align_mlm")]
+SMALL += [f"streams.{name}.samples=6" for name in ("mlm", "tlm", "alignlm", "ppa", "word_contrast", "align_mlm")]
 
 
 @pytest.fixture(scope="module")
