@@ -61,8 +61,8 @@ def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) 
 
 
 def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
-    """Return what the losses of rows need besides their own states. Keys of queues are not exchanged."""
-    if module.streams_with_vectors():
+    """Return what the losses of rows need besides their own states. The rows may lack streams."""
+    if any(stream in rows[0].arrays for stream in module.streams_with_vectors()):
         return precompute_states(module, rows, seeds)
     return encode_auxiliary(module, rows, seeds)
 
