@@ -172,7 +172,7 @@ def interpret() -> None:
 # 3. The kernel, compiled
 
 
-@pytest.mark.parametrize(("dtype", "width", "arch"), zip(DTYPES[1:], (768, 1024, 768), (80, 90, 90), strict=True))
+@pytest.mark.parametrize(("dtype", "width", "arch"), [*zip(DTYPES[1:], (768, 1024, 768), (80, 90, 90), strict=True)])
 def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, width: int, arch: int, tmp_path: Path) -> None:
     """All loads and stores of hidden states do, and nothing is spilled, added atomically or shared; places in tensors
     are computed in 64 bits."""
