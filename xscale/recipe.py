@@ -39,24 +39,25 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. If `init` then names a model that xscale has not trained, you must also set train.lr by --set. model: the
+    weights. To set `init` to a model that xscale has not trained, you must also set train.lr by --set. model: the
     weights of a pre-trained model, so you must set `init`. any: random weights or a pre-trained model."""
     init: str | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
-    hub, or a run or checkpoint of xscale. null: random weights in the architecture `preset`."""
+    hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture `preset`."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
-    """The architecture of an encoder with random weights."""
+    """The architecture of the encoder if `init` is null (random weights)."""
     tokenizer: str | None = None
-    """A directory with a Hugging Face tokenizer. If `init` has a tokenizer, `tokenizer` must be the same one. null: the
-    tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or in its parent
-    directory."""
+    """A directory with a Hugging Face tokenizer. If the model `init` has a tokenizer, the directory must have the same
+    tokenizer. null: the tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or
+    in the parent of this directory."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
-    """The dropout probability of hidden states and attention. null: the dropout of `init`; without `init`, 0.1."""
+    """The dropout probability of hidden states and attention. null: the dropout of the model `init`; without `init`,
+    0.1."""
     attention_gain: PositiveFloat | None = None
     """The gain g of attention layers with random weights: the weights of the value and output projections have the
-    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in preset tiny,
-    g is then 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than with null.
-    So contrastive losses begin to fall earlier than with null, and other losses somewhat later."""
+    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in the preset
+    tiny, this is g = 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than with
+    null. So contrastive losses begin to fall earlier than with null, and other losses somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -67,9 +68,10 @@ class StreamConfig:
     """The number of samples that all ranks together read in a step. In a stream of sentence pairs, a sample is one
     pair. In a stream of monolingual text, a sample has about data.max_length tokens: consecutive sentences of one
     document, or several short documents. Each document of a sample forms a sequence. If a sample has more than
-    data.max_length tokens, the rest of its tokens forms another sequence. In a phase, 0 pauses the stream."""
+    data.max_length tokens, the further tokens form another sequence. In a phase (part of a run), 0 pauses the
+    stream."""
     weight: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] = 1.0
-    """The factor of the stream's loss in the total loss of a step."""
+    """The factor by which the stream's loss is multiplied in the total loss of a step."""
     warm_in: NotNegative = 0.0
     """The number of steps at the beginning of the run in which the factor of the stream's loss rises linearly from 0 to
     `weight`. A number below 1 is a share of train.steps."""
@@ -100,7 +102,7 @@ class DataConfig:
     the model or the tokenizer has only one token type, or if a stream has language embeddings."""
     first: Count | None = None
     """The maximum number of records of each language and of each language pair. The run reads the first records, in the
-    order of the --data directories and of their shards. null: no limit."""
+    order of the --data directories and of the shards in each directory. null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de, that a stream reads if it has no field `languages`
     of its own. null: all languages."""
@@ -108,8 +110,8 @@ class DataConfig:
     """The exponent alpha of sampling. A stream samples each of its languages, or language pairs, with a probability
     proportional to n^alpha, where n is the size of the text in this language or pair."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
-    """The unit of n in n^alpha: records, tokens or bytes. xscale estimates the numbers of tokens and bytes from some
-    shards."""
+    """The unit in which sampling by `alpha` measures the size n of a language's text: records, tokens or bytes. xscale
+    estimates the numbers of tokens and bytes from some shards."""
     workers: Annotated[int | Literal["auto"], PlainValidator(check_workers)] = "auto"
     """The number of processes per rank that load data. 0: the training process loads the data itself. auto: 2 processes
     on a CPU, and 4 to 6 on a GPU, depending on the number of cores."""
@@ -118,13 +120,13 @@ class DataConfig:
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """A list of dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is empty,
-    xscale reads the files `lexicon/*.txt` in the first --data directory or in its parent directory. A stream whose
-    objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is used for
-    evaluation only."""
+    xscale reads the files `lexicon/*.txt` in the first --data directory or in the parent of this directory. A stream
+    whose objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is
+    used only for the metric `alignment/...`."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The share of a dictionary's entries that objectives do not read. A hash of the words chooses these entries. The
-    metric `alignment/en-de` covers the words that occur only in these entries, and `alignment_trained/en-de` covers all
-    other words. With the share 0, a run has no metric `alignment/en-de`."""
+    """The share of a dictionary's entries that are withheld from all objectives. A hash of the words chooses these
+    entries. The metric `alignment/en-de` covers the words that occur only in withheld entries, and
+    `alignment_trained/en-de` covers all other words. With the share 0, a run has no metric `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -133,14 +135,15 @@ class TrainConfig:
     """The number of steps (updates of the optimizer) of the run."""
     epochs: PositiveFloat | None = None
     """The length of the run, in place of `steps`: the run ends when the recipe's first stream of sentence pairs has
-    read `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads each pair `epochs` times.
-    null: `steps` is the length of the run."""
+    read `epochs` times as many pairs as the stream's data have. With data.alpha 1, the stream reads each pair `epochs`
+    times. null: `steps` is the length of the run."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     head_lr: PositiveFloat | None = None
-    """The peak learning rate of new heads. The heads that objectives add are new. The masked-LM head (the layers that
-    predict tokens) is new unless model.init has a trained one. The learning rate of new heads rises and falls in the
-    same steps as `lr`. null: `lr`."""
+    """The peak learning rate of new heads. New heads are the layers that objectives add to the encoder and, unless the
+    model of model.init has a trained one, the masked-LM head (the layers that predict tokens). The learning rate of new
+    heads rises and falls in the same steps as that of the other weights. null: new heads have the learning rate `lr`,
+    too."""
     warmup: NotNegative = 0.1
     """The number of steps at the beginning of the run in which the learning rate rises linearly to `lr`. A number below
     1 is a share of `steps`."""
@@ -155,38 +158,39 @@ class TrainConfig:
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and the weights of normalisation layers have no weight decay."""
     max_grad_norm: NotNegative = 1.0
-    """The global norm to which the gradient is clipped. 0: the gradient is not clipped."""
+    """The maximum global norm of the gradient: a larger gradient is scaled down to this norm. 0: no maximum."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of a predicted token's target probability that is spread evenly over the whole vocabulary."""
     z_loss: NotNegative = 0.0
-    """The factor of logsumexp(logits)^2, a term that is added to the loss of each predicted token. PaLM used the factor
+    """The factor of a term that is added to the loss of each predicted token: logsumexp(logits)^2. PaLM used the factor
     1e-4."""
     max_tokens: Count | None = None
-    """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many as its memory
-    holds, up to 65,536; on a CPU, 8,192. A change of `max_tokens` changes only the random masks of dropout and the
-    rounding. With more tokens per pass, the run is faster."""
+    """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many tokens as the
+    GPU's memory holds, up to 65,536; on a CPU, 8,192. With more tokens per pass, the run is faster; the results change
+    only by rounding and by dropout's random masks."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
-    has none. If the ds_config sets its 16-bit precision to "auto", and the hardware does not support this precision,
-    the run trains in fp32."""
+    has none. If the ds_config has `enabled: "auto"` for a 16-bit precision that the hardware does not support, the run
+    trains in fp32."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
     as an uninterrupted run. The backward pass of attention is then slower than with false."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
-    """The number of steps between two expensive measurements: the gradient norm of each stream, which needs a second
-    backward pass, and the metrics `alignment/...` of dictionaries. The run also measures in step 1. 0: no
-    measurements."""
+    """The number of steps between two expensive measurements: of the gradient norm of each stream, which needs a second
+    backward pass, and of the metrics `alignment/...` of dictionaries. The run also measures in step 1. 0: the run never
+    measures."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
     exit code 75. The run always finishes at least one step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
-    """The number of minutes without progress after which the run ends with exit code 5. Time in which the process was
-    suspended does not count. null: no limit; but torch.distributed still ends a collective operation that takes 30
+    """The number of minutes without progress after which the run ends with exit code 5, without the time in which the
+    process was suspended. null: no limit; but torch.distributed still ends a collective operation that takes 30
     minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """A list of steps that read their data but do not change the model, such as [500, 501]. The first step is 1."""
+    """The numbers of the steps in which the run reads its data but does not change the model, such as [500, 501]. The
+    first step of the run has the number 1."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -229,22 +233,23 @@ class CheckpointConfig:
     """How many of its newest checkpoints the run keeps."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
-    row of its results, and a score in this row. For example, heldout/tlm/loss is the loss of the stream tlm in the task
-    heldout. The lowest loss is best; of other scores, the highest is best. The run keeps the best checkpoint, and
-    writes its name to the file checkpoints/best. null: the run chooses no best checkpoint."""
+    row of the task's results, and the name of a score in this row. For example, heldout/tlm/loss is the loss of the
+    stream tlm in the task heldout. The lowest loss is best; of other scores, the highest is best. The run keeps the
+    best checkpoint, and writes the checkpoint's name to the file checkpoints/best. null: the run chooses no best
+    checkpoint."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
-    """The kind of the task: heldout or retrieval. heldout measures the loss of each stream, and of each of its
-    languages or language pairs, on the records in `data`. retrieval measures the share of the sentences in `data` whose
-    nearest neighbour among the sentences of the other language is their translation. A second task of the same kind
-    needs a suffix, such as heldout.test."""
+    """The kind of the task: heldout or retrieval. heldout measures the loss of each stream on the records in `data`, in
+    total and for each language or language pair. retrieval measures the share of the sentences in `data` whose nearest
+    neighbour among the sentences of the other language is their translation. A second task of the same kind needs a
+    suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
-    """The maximum number of records of each language and of each language pair that the task reads."""
+    """The maximum number of records that the task reads of each language and of each language pair."""
 
     @property
     def kind(self) -> str:
@@ -258,7 +263,7 @@ class EvalConfig:
     every: Count = 500
     """The number of steps between two evaluations. The run also evaluates before step 1 and after its last step."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """The tasks of each evaluation. With an empty list, the run has no evaluations."""
+    """The tasks that the run measures in each evaluation. With an empty list, the run has no evaluations."""
 
     @property
     def task_names(self) -> list[str]:

@@ -39,13 +39,14 @@ from xscale.recipe import STRICT, Count, LossFactor
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: LossFactor = 10.0
-    """The factor alpha of L_ALIGN, the loss of dictionary entries."""
+    """The factor of L_ALIGN, the loss that makes the embeddings of the two words of a dictionary entry similar (alpha
+    in the paper)."""
     subwords: Literal["mean", "single"] = "mean"
-    """How L_ALIGN treats a word of several tokens. mean: the mean of the tokens' input embeddings stands for the word.
-    single: L_ALIGN leaves out dictionary entries with such words."""
+    """How the loss of dictionary entries (L_ALIGN) treats a word of several tokens. mean: the embedding of the word is
+    the mean of the input embeddings of its tokens. single: the loss leaves out dictionary entries with such words."""
     pairs_per_step: Count | None = None
-    """The number of dictionary entries that L_ALIGN reads in a step, sampled without replacement. null: all entries in
-    each step."""
+    """The number of dictionary entries in the loss L_ALIGN of a step, sampled without replacement. null: each step uses
+    all entries."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:

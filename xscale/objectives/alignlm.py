@@ -43,16 +43,16 @@ from xscale.recipe import STRICT, Fraction, LossFactor
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
-    count."""
+    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
     bilingual_weight: LossFactor = 1.0
-    """The factor lambda of L_bp, the loss of the prediction from the aligned words."""
+    """The factor of L_bp, the loss of predicting each masked token from its aligned words in the other sentence (lambda
+    in the paper)."""
     expand: Literal["all", "first"] = "all"
-    """Which tokens of two aligned words are linked. all: each token of one word with each token of the other word.
-    first: only the first tokens of the two words."""
+    """Which tokens of two aligned words count as aligned. all: each token of one word with each token of the other
+    word. first: only the first tokens of the two words."""
     normalize: Literal["sum", "mean"] = "sum"
-    """How the hidden states of the tokens that are linked to a masked token become one vector (H* in the paper). sum:
-    the vector is their sum. mean: the vector is their mean."""
+    """How AlignLM makes one vector (H* in the paper) of the hidden states of the tokens that are aligned with a masked
+    token. sum: the vector is the sum of these states. mean: the vector is their mean."""
     shuffle_sides: bool = False
     """true: the two sentences of a pair are swapped with probability 1/2."""
 

@@ -42,14 +42,14 @@ from xscale.recipe import STRICT
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """true: the objective chooses whole words for prediction. false: the objective chooses single tokens, and may
-    translate a word only if all tokens of the word were chosen."""
+    """true: the objective chooses whole words for prediction. false: the objective chooses single tokens, and
+    translates only words of which it has chosen all tokens."""
     synonym: Literal["input", "label"] = "input"
-    """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word.
-    label: the model sees [MASK] and predicts the translation."""
+    """Whether the translation of a chosen word is the input or the label. input: the model sees the translation and
+    predicts the word. label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of the chosen words for which the objective uses a translation. The share does not count words that
-    have no translation with the same number of tokens."""
+    """Of the chosen words that have a dictionary translation with the same number of tokens, the share for which the
+    objective uses the translation."""
 
 
 _USE = rng.key("dict_mlm", "use")

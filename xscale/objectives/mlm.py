@@ -25,18 +25,17 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
-    count."""
+    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
     whole_word: bool = False
     """true: the objective chooses whole words, and the model predicts all their tokens. false: the objective chooses
     single tokens."""
     language_embeddings: bool = False
     """true: the model adds an embedding of the text's language to the embedding of each token, as in XLM. The language
-    embeddings are rows of the model's token-type table. If `model.init` has language embeddings, the run starts from
-    them."""
+    embeddings are rows of the model's token-type table. If the model of `model.init` has language embeddings, the run
+    starts from these embeddings."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """With language embeddings: the share of the sequences that get a neutral embedding (token type 0) in place of the
-    embedding of their language. From these sequences, the model learns to read text whose language is not given."""
+    """With `language_embeddings: true`: the share of the sequences that get a neutral embedding (token type 0) in place
+    of the embedding of their language. From these sequences, the model learns to read text of unknown language."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:

@@ -58,41 +58,41 @@ from xscale.recipe import STRICT, Count, Fraction, LossFactor
 class PpaOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "temperature"})
     temperature: PositiveFloat = 0.05
-    """The temperature tau of the contrastive loss L_MoCo."""
+    """The temperature tau of the softmax in the contrastive loss L_MoCo."""
     pooling: Literal["cls", "mean"] = "cls"
-    """The sentence vector. cls: the hidden state of [CLS], as in the paper. mean: the mean of the hidden states of all
-    tokens except special tokens, as in the paper's footnote 1."""
+    """Which vector stands for a sentence. cls: the hidden state of [CLS], as in the paper. mean: the mean of the hidden
+    states of all tokens except special tokens, as in the paper's footnote 1."""
     queue_size: Count = 32000
-    """The number K of sentence vectors in the queue. The queue has the vectors of the sentences that the key encoder
-    (a moving average of the trained encoder) has encoded last. L_MoCo uses these vectors as negatives. K must be at
-    least the stream's `samples`."""
+    """The number of sentence vectors in the queue (K in the paper). The queue has the newest vectors of the key encoder
+    (a moving average of the trained encoder). The contrastive loss uses these vectors as negatives. The number must be
+    at least the stream's `samples`."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """The momentum m of the key encoder, a moving average of the trained encoder. After each update, each weight of
-    the key encoder becomes m * key + (1 - m) * trained."""
+    """The momentum m of the key encoder, a moving average of the trained encoder. After each update of the
+    trained encoder, each weight k of the key encoder becomes m * k + (1 - m) * w, where w is the same weight of the
+    trained encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The value that m has at the end of the run; it must be at least `momentum`. m rises from `momentum` to this value
-    along half a cosine, as in BYOL (Grill et al. 2020). null: m stays constant."""
+    """The momentum of the key encoder at the end of the run, at least `momentum`. The momentum rises from `momentum` to
+    this value along half a cosine, as in BYOL (Grill et al. 2020). null: the momentum stays constant."""
     projection: Count = 300
-    """The width of z, the projected sentence vector that L_MoCo compares."""
+    """The number of dimensions of z, the projected sentence vector that the contrastive loss compares."""
     normalize_z: bool = True
-    """true: z is L2-normalised, as in MoCo."""
+    """true: z (the projected sentence vector) is L2-normalised, as in MoCo."""
     prefill: bool = True
     """true: the run fills the queue of sentence vectors before the first step. false: the queue fills during
     training."""
     momentum_eval: bool = False
     """true: the key encoder (a moving average of the trained encoder) runs without dropout."""
     moco_weight: LossFactor = 1.0
-    """The factor of the contrastive loss L_MoCo. With the factor 0, the run does not compute L_MoCo and has no key
+    """The factor of the contrastive loss L_MoCo. With the factor 0, the run trains without this loss and without a key
     encoder (the row "-MoCo" in Table 5 of the paper)."""
     tlm_weight: LossFactor = 1.0
-    """The factor of the TLM loss L_TLM. With the factor 0, the run does not compute L_TLM (the row "-TLM" in
-    Table 5)."""
+    """The factor of the TLM loss L_TLM. With the factor 0, the run trains without this loss (the row "-TLM" in Table 5
+    of the paper)."""
     replace_tlm_with_mlm: bool = False
     """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
-    (the row "repl TLM w/ MLM" in Table 5)."""
+    (the row "repl TLM w/ MLM" in Table 5 of the paper)."""
     mask_prob: Fraction = 0.15
-    """The share of a text's tokens that the objective chooses for prediction. Special tokens such as [CLS] do not
-    count."""
+    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:

@@ -32,8 +32,8 @@ class TranslationRankingOptions:
     """The margin m: the cosine of a sentence and its translation should exceed the cosine of the sentence and any other
     sentence by at least m."""
     pooling: Literal["cls", "mean"] = "mean"
-    """The sentence vector. mean: the mean of the hidden states of all tokens except special tokens. cls: the hidden
-    state of [CLS]."""
+    """Which vector stands for a sentence. mean: the mean of the hidden states of all tokens except special tokens. cls:
+    the hidden state of [CLS]."""
 
 
 def sample_count_problem(options: TranslationRankingOptions, samples: int) -> str | None:
