@@ -136,12 +136,15 @@ def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: 
     [
         ("model: {init: None}", "model.init"),
         ("data: {cache: None}", "data.cache"),
+        ("data: {languages: [en, None]}", "data.languages"),
+        ("eval: {tasks: [{task: heldout, data: [None]}]}", "eval.tasks"),
         ("phases: [{until: 1.0, model.dropout: None}]", "phases[0].model.dropout"),
     ],
 )
 def test_the_none_of_python_is_not_a_value(recipe, text: str, name: str) -> None:
     """As text, it would be the name of a model or folder."""
-    assert problems(recipe, f"{STREAM}{text}") == [f"  {name}: None is not a value of YAML. Write null for no value"]
+    remedy = "None is not a value of YAML. Write null for no value, or remove None from a list"
+    assert problems(recipe, f"{STREAM}{text}") == [f"  {name}: {remedy}"]
     (line,) = problems(recipe, STREAM, "model.init=None")
     assert "None is not a value of YAML. Write model.init=null for no value" in line
 

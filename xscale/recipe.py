@@ -651,9 +651,10 @@ def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_fo
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
     recipe. keys_for_message: keys that the error of an unknown key lists before the fields of `cls`."""
     written = fields if isinstance(fields, dict) else {}
-    python_nulls = [name for name, value in written.items() if value == "None"]
+    python_nulls = [name for name, value in written.items() if '"None"' in json.dumps(value, default=str)]
     if python_nulls:  # as text, None would be the name of a model or folder
-        problems += [f"{where}.{name}: None is not a value of YAML. Write null for no value" for name in python_nulls]
+        remedy = "None is not a value of YAML. Write null for no value, or remove None from a list"
+        problems += [f"{where}.{name}: {remedy}" for name in python_nulls]
         return None
     try:
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
