@@ -322,10 +322,10 @@ class RunMetrics:
         skipped = ",".join(map(str, [*self.recipe.train.skip_steps, bad]))
         skip = f"--set train.skip_steps=[{skipped}]"
         newest = self.manager.newest_step_before(bad)
-        if bad == 0:
+        if bad == self.done:  # a start does not know whether steps of an earlier start were skipped
             remedy = (
-                "No step has changed the weights yet. Begin a new run in another --out, in bf16 or fp32 "
-                "(train.precision), or with another model.init"
+                "No step of this start has changed the weights. Begin a new run in another --out, in bf16 or fp32 "
+                "(train.precision), or with another model.init, such as an earlier checkpoint"
             )
         elif newest is None:
             remedy = (
