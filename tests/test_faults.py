@@ -191,11 +191,22 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     manifest.write_text(damage)
     assert newest(run) == 4
     remedy = f"Use another checkpoint, such as an earlier folder step_N in {run}/checkpoints"
-    with pytest.raises(UserError, match=rf"^{manifest}: the (key|content) [^.]*\. {remedy}$"):
+    said = rf"^{manifest.parent} is not a usable checkpoint\. {manifest}: the (key|content) [^.]*\. {remedy}$"
+    with pytest.raises(UserError, match=said):
         checkpoints.read_checkpoint(manifest.parent)
     said = rf"^--resume: checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
     with pytest.raises(UserError, match=said):
         find_own_checkpoint(run, str(manifest.parent), CpuGroup())
+
+
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
+    said = rf"{tmp_path} is not a (usable )?checkpoint.*manifest\.json.* Use "
+    with pytest.raises(UserError, match=f"^{said}"):
+        checkpoints.read_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=f"^{said}"):
+        checkpoints.resolve_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=f"^--resume {said}"):
+        find_own_checkpoint(tmp_path, str(tmp_path), CpuGroup(alone=True))
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(
-            f"{path} has no complete checkpoint (a folder step_N with the file {MANIFEST}). Use the folder of a run "
-            "that has saved a checkpoint, or the folder of a checkpoint"
+            f"{path} is not a checkpoint (a folder step_N with the file {MANIFEST}), and has no checkpoint. Use the "
+            "folder of a run that has saved a checkpoint, or the folder of a checkpoint"
         )
     return steps[-1]
 
@@ -156,7 +156,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return parse_manifest(path / MANIFEST)
     except ValueError as error:
         raise UserError(
-            f"{path / MANIFEST}: {error}. Use another checkpoint, such as an earlier folder step_N in {path.parent}"
+            f"{path} is not a usable checkpoint. {path / MANIFEST}: {error}. Use another checkpoint, such as an "
+            f"earlier folder step_N in {path.parent}"
         ) from None
 
 

@@ -105,7 +105,10 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
     if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
         return checkpoint
     if resume != "auto":
-        raise UserError(f"--resume {resume} has no undamaged checkpoint. Use a checkpoint, or a run with a checkpoint")
+        raise UserError(
+            f"--resume {resume} is not a checkpoint (a folder step_N with the file {checkpoints.MANIFEST}), and has no "
+            "undamaged checkpoint. Use a checkpoint, or a run with a checkpoint"
+        )
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
