@@ -175,7 +175,10 @@ def collate_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line if the same records give other arrays when they are read again."""
     first, second = (row_leaves(first_rows(loader)[0][0]) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
-        yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
+        yield (
+            "the same records were collated in two ways; draw random numbers by xscale/rng.py, with the field "
+            "random_key of an Example as the key"
+        )
 
 
 def resume_problems(module: StepModule, loader: Loader) -> Iterator[str]:
