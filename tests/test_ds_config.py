@@ -14,7 +14,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, load_recipe
 from xscale.run.resume import check_engine
-from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
+from xscale.step.ds_config import Hardware, config_problems, read_ds_config, resolve_ds_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
 CPU, CPU_FP16, OLD_CPU = Hardware("cpu", False, True), Hardware("cpu", True, True), Hardware("cpu", False, False)
@@ -85,6 +85,8 @@ def test_shipped_files_resolve(path: Path, name: str) -> None:
             assert resolved.get(name_, {}).get("enabled", False) is (precision == name_)
         for key in set(config) - {"fp16", "bf16", "optimizer"}:
             assert differing(config[key], resolved[key]) <= {"auto"}, f"{key} was changed"
+        assert config_problems(resolved) == []
+        assert resolve(resolved, made, 2, hardware)[0] == resolved, "ds_config.json of a run is a ds_config"
 
 
 def test_communication_overlaps_where_there_is_any() -> None:
