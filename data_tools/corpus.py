@@ -224,7 +224,9 @@ class SourceSpec(Strict):
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
         if self.linked and not self.links:
-            raise ValueError("linked: this key needs a file of word alignments. Write links: FILE")
+            raise ValueError(
+                "linked: this key needs a file of word alignments. Add the key `links: FILE` to the source"
+            )
 
 
 class TokenizerSpec(Strict):
@@ -271,8 +273,8 @@ class Corpus(Strict):
                 continue
             if rules.length.tokens and not self.tokenizer:
                 problems.append(
-                    f"sources.{number}.rules.length.tokens: this rule needs a tokenizer. Write `tokenizer: "
-                    "{vocab_size: N}` or `tokenizer: PATH`"
+                    f"sources.{number}.rules.length.tokens: this rule needs a tokenizer. Add the key "
+                    "`tokenizer: {vocab_size: N}` or `tokenizer: PATH` to corpus.yaml, beside the key `sources`"
                 )
         for name, times in Counter(self.names).items():
             if times > 1:
@@ -288,8 +290,9 @@ class Corpus(Strict):
             other = spellings.setdefault(spelling_key(one_name[language]), language)
             if other != language:
                 problems.append(
-                    f"sources: {other} and {language} are names of the same language. Write either {other} or "
-                    f"{language} in all sources (write a source of shards again with this name)"
+                    f"sources: {other} and {language} are names of the same language. Use one of the two "
+                    "names in all sources. If a source of shards has the other name, write its shards again with the "
+                    "chosen name"
                 )
         if problems:
             raise ValueError("\n  ".join(problems))

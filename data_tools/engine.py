@@ -71,7 +71,7 @@ def lock_folder(folder: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise UserError(
-            f"another process writes to {folder}. Wait until the other process has ended, or stop the other process"
+            f"another process is writing to {folder}. Wait until the other process has ended, or stop the other process"
         ) from None
     except OSError:
         pass  # the file system has no locks
@@ -179,8 +179,8 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise MachineError(
-                f"the Ray cluster does not answer ({error}). Correct RAY_ADDRESS, or start Ray at the address in "
-                "RAY_ADDRESS"
+                f"the Ray cluster does not answer ({error}). Correct the environment variable RAY_ADDRESS, or start "
+                "Ray at the address in RAY_ADDRESS"
             ) from None
     remote = ray.remote(do_task)
     folder = tasks.folder.resolve()

@@ -259,9 +259,10 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / tar.shard.name} has text in {'-'.join(tar.langs)} in the layout {tar.layout}, "
-                f"but {first.shard.name} has text in {'-'.join(first.langs)} in the layout {first.layout} (lines means "
-                "members such as NAME.jsonl, samples means other members). Move one of the two tars to another folder"
+                f"the tars in {directory} must have the same languages and the same layout (lines: members such as "
+                f"NAME.jsonl; samples: other members). {tar.shard.name} has {'-'.join(tar.langs)} in the layout "
+                f"{tar.layout}, but {first.shard.name} has {'-'.join(first.langs)} in the layout {first.layout}. Move "
+                "one of the two tars to another folder"
             )
         records += tar.shard.records
         documents += tar.documents

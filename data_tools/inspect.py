@@ -109,8 +109,8 @@ def describe_damage(source: Source, shard_number: int) -> str:
     except (UserError, ValueError, OSError) as error:
         return str(error)
     return (
-        f"{path} or {idx.name} differs from index.json. Copy both files again, or run `xscale data index "
-        f"{source.directory}`"
+        f"{path} or {idx.name} does not match index.json. Copy both files again. If the shard was changed on "
+        f"purpose, run `xscale data index {source.directory}` instead"
     )
 
 
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of a tokenizer, with which the command counts unknown tokens and tokens_per_target",
+        help="folder of a tokenizer; the command then also counts unknown tokens, and tokens linked to one token",
     )
     parser.add_argument(
         "--json",

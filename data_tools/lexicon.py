@@ -218,8 +218,8 @@ def main(argv: list[str] | None = None) -> None:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
                     f"{path}: the file name must give the languages in the order of --out, as in "
-                    f"{'-'.join(langs)}.txt. If the columns are in this order, rename the file. If they are in the "
-                    "other order, swap the columns by `awk '{print $2, $1}'` first"
+                    f"{'-'.join(langs)}.txt. If the two columns of the file have this order, rename the file. "
+                    f"Otherwise swap the columns: `awk '{{print $2, $1}}' {path} > OTHER_FOLDER/{'-'.join(langs)}.txt`"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries read"]

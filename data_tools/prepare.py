@@ -112,8 +112,8 @@ def check_lexicons(corpus: Corpus) -> None:
                 )
         if path.suffix != ".txt" or names[path.name] > 1:
             raise UserError(
-                f"lexicons: the name of {path} must end in .txt and must differ from the names of the other "
-                "dictionaries. Rename the file"
+                f"lexicons: rename the file {path}. The name must end in .txt, and no other dictionary may have the "
+                "same file name"
             )
         read_entries(path)
 
@@ -135,10 +135,10 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
         if steps.read_json(path) != stamp:
             raise UserError(
-                "the version of xscale, corpus.yaml or a file that corpus.yaml lists has changed since the command was "
-                f"first started, and the old work is in {folder}. Remove {folder} to begin again"
+                f"{folder} has the work of an earlier command. Since then, corpus.yaml, a file that corpus.yaml lists, "
+                f"or the version of xscale has changed. Remove {folder} to begin from the start"
             )
-        print(f"{folder} has tasks that an earlier command finished. These tasks are not repeated", file=sys.stderr)
+        print(f"{folder} has finished tasks of an earlier command. These tasks are not repeated", file=sys.stderr)
     steps.write_json(path, stamp)
 
 

@@ -341,7 +341,10 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
-    remedy = "List the names of the two fields with text in the key `columns` of corpus.yaml"
+    remedy = (
+        f"Set the key `columns` (now {source.columns or 'not set'}) in corpus.yaml to the names of the two fields with "
+        "text"
+    )
     if source.mono:
         names = [source.field]
         remedy = f"Set the key `field` (now {source.field!r}) in corpus.yaml to the name of the field with text"
@@ -353,8 +356,8 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
             names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
-            f"{place} lacks a field with text; its fields are {', '.join(fields) or 'none'}. {remedy}, or remove the "
-            "record"
+            f"{place}: xscale did not find the fields with the text in {' and '.join(source.langs)}. The fields are "
+            f"{', '.join(fields) or 'none'}. {remedy}, or remove the record"
         )
     texts = list[str]()
     for name in names:

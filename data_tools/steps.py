@@ -541,7 +541,7 @@ def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
         try:
             load_lexicon(out, cached_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
         except UserError as error:  # a run would refuse the dictionary
-            print(f"the dictionary is left out, because training could not use it: {error}", file=sys.stderr)
+            print(f"the dictionary {path} is left out, because training could not use it: {error}", file=sys.stderr)
             out.unlink()
 
 

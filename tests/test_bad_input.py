@@ -502,7 +502,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
     select = steps.STEPS["select"]
 
     def second(folder: Path, number: int) -> None:
-        with pytest.raises(UserError, match="another process writes to") as refusal:
+        with pytest.raises(UserError, match="another process is writing to") as refusal:
             write_pairs(*paths, tmp_path / "out")
         refusals.append(refusal)
         select.function(folder, number)

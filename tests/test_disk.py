@@ -62,7 +62,7 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     lines.write({"step": 9, "loss": 1.5})
     lines.try_flush()
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
-    assert caplog.records[-1].levelname == "WARNING" and "can be written again" in caplog.records[-1].message
+    assert caplog.records[-1].levelname == "WARNING" and "is writable again" in caplog.records[-1].message
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "no sync here")))
         lines.try_flush(to_disk=True)
@@ -223,8 +223,7 @@ def test_a_full_disk_changes_no_run(runs: Path) -> None:
         assert f"the checkpoint of step {step} could not be saved (rank 1: [Errno 28] No space left on device)" in log
     for file in ("metrics.jsonl", "trace/rank0.jsonl"):
         assert (
-            log.count(f"{disturbed / file} cannot be written") == 1
-            and f"{disturbed / file}: the file can be written again" in log
+            log.count(f"{disturbed / file} cannot be written") == 1 and f"{disturbed / file} is writable again" in log
         ), file
     assert log.count(f"TensorBoard in {disturbed / 'tb'} cannot be written") == 1
 

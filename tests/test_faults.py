@@ -70,7 +70,7 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
     idx = next((tmp_path / "mono").glob("*.idx"))
     idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
     for look in (lambda source: source.read(0, 4), lambda source: source.lengths_and_continuations(0, slice(None))[1]):
-        with pytest.raises(UserError, match=rf"{idx.name} is missing, or does not have .*xscale data index"):
+        with pytest.raises(UserError, match=rf"{idx.name} does not have the checksum .*xscale data index"):
             look(Source(tmp_path / "mono"))
 
 

@@ -444,7 +444,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [
-        ("dictionary.txt", [], "does not say the two languages of the dictionary"),
+        ("dictionary.txt", [], "does not name the two languages of the dictionary"),
         ("en-fr.txt", [], "en-de.*in the order of --out, as in en-fr.txt"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),

@@ -145,9 +145,9 @@ BROKEN = [
     ("raise RuntimeError('no licence')", r"cannot be imported \(RuntimeError: no licence"),
     ("import sys; sys.exit(3)", r"cannot be imported \(SystemExit"),
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
-    ("", "must be an instance of Objective"),
-    ("OBJECTIVE = {'odd': 5}", "must be an instance of Objective"),
-    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "must be an instance of Objective"),
+    ("", "is not an objective"),
+    ("OBJECTIVE = {'odd': 5}", "is not an objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "`options` of the objective must be a dataclass"),
     (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "record_kind is 'pairs', and must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",

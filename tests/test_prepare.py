@@ -200,12 +200,12 @@ EVERY_READER: list[dict] = [
         (
             {"mono": "en", "jsonl": "f"},
             b'{"a": "b"}\n',
-            "its fields are a. Set the key `field` (now ",
+            "The fields are a. Set the key `field` (now ",
         ),
         (
             {"pairs": ["en", "de"], "jsonl": "f"},
             b'{"en": "b"}\n',
-            "its fields are en. List the names of the two fields with text in the key `columns`",
+            "find the fields with the text in en and de. The fields are en. Set the key `columns` (now not set)",
         ),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
@@ -908,7 +908,7 @@ def test_another_corpus_or_run_is_refused(
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     folder.mkdir()
     lock = engine.lock_folder(folder)
-    with pytest.raises(UserError, match=r"another process writes to .*out\.incomplete"):
+    with pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
         run(tmp_path, tree)
     os.close(lock)
     prepare.check_unchanged(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)

@@ -126,7 +126,8 @@ def check_arguments(words: list[str]) -> None:
             raise UserError(f"{place} is empty, perhaps because a shell variable is not set. Write a value")
         if not can_be_encoded(word):
             raise UserError(
-                f"{word!r} is not UTF-8. Rename the file, or set LC_ALL to a locale with the encoding of the file name"
+                f"the argument {word!r} is not UTF-8. If the argument is the name of a file, rename the file, or set "
+                "LC_ALL to a locale with the encoding of the file name"
             )
 
 

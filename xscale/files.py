@@ -187,7 +187,7 @@ class Lock:
                 self.file.seek(0)
                 owner = self.file.readline().strip()
                 raise DirectoryTaken(
-                    f"another process ({owner}) trains the run in {folder}. Stop the other process first"
+                    f"another process ({owner}) is training the run in {folder}. Stop the other process first"
                 )
             time.sleep(1)
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
@@ -204,8 +204,8 @@ class Lock:
         except OSError as error:
             folder = self.path.parent
             self.problem = (
-                f"the file system of {folder} has no file locks ({error.strerror}), so xscale cannot notice if two "
-                f"processes train this run. Never start two processes for a run in {folder}"
+                f"the file system of {folder} has no file locks ({error.strerror}), so xscale cannot notice if the "
+                f"same run is started twice. Never start the run in {folder} while it is already running"
             )
         return True
 

@@ -605,8 +605,8 @@ def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int
         end = round(until * steps)
     if end < begin:
         problems.append(
-            f"until: {until!r} must be the last step of the phase, step {begin} or later. Write a whole number for the "
-            "step, or a decimal number, such as 0.8, for a share of the run's steps (1.0 is the end of the run)"
+            f"until: {until!r} must be the number of the last step of the phase, and at least {begin}. Write a whole "
+            "number, or a decimal number, such as 0.8, for a share of the run's steps (1.0 is the end of the run)"
         )
     return end
 

@@ -28,7 +28,7 @@ FLAGS: dict[str, str] = {
     # One line for each flag.
     "eval.finetune --source": "write the source language as the first language of --train",
     "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "run eflomal, symmetrize its word alignments, and pass the result by --links FILE",
+    "write_shards --symmetrize": "join the two directions of eflomal by `atools`, and pass the result by --links FILE",
     "--data_change": "use `--fork RUN@STEP --out NEW` with other --data; the fork goes on at the next unread record",
     "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
     "--parts": "start one job per task, each with its own --task and --out",

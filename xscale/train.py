@@ -103,7 +103,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="list the keys of the records that each step reads, in the folder trace/ of the run",
+        help="write the keys of the records that each step reads to the folder trace/ of the run",
     )
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):

@@ -198,5 +198,5 @@ def check_files_can_be_loaded(folder: Path, written: WrittenFilesOrOSError) -> N
             files.remove(folder)
             raise UserError(
                 f"the new checkpoint's file {name} {problem}. An untested version of DeepSpeed may write such "
-                "files. Install the version that constraints.txt of the xscale repository lists"
+                "files. Install the version of DeepSpeed that constraints.txt of the xscale repository lists"
             )

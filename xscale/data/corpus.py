@@ -286,8 +286,8 @@ def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path
         if not exists_or_is_hub_name(init):
             raise UserError(
                 f"model.init {init} does not exist. Use a run, a Hugging Face directory or a model on the Hugging "
-                "Face Hub. To resume a run whose model.init was removed, write its newest checkpoint there: "
-                f"xscale export RUN {init}"
+                f"Face Hub. If you resume a run, and {init} was removed after the start of the run, export the newest "
+                f"checkpoint of the run to {init}: `xscale export RUN {init}`"
             )
         return init  # a hub name
     if data is None:

@@ -115,7 +115,8 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
                 place_of[block.b + k] = visible[block.a + k]
     if 2 * len(place_of) < len(token_characters):
         raise ValueError(
-            f"less than half of the characters of the tokenised text {tokenised[:60]!r} are in the text {text[:60]!r}"
+            f"the word links count the words of the tokenised text {tokenised[:60]!r}, but less than half of the "
+            f"characters of this text are in the text {text[:60]!r} of the pair"
         )
     places_of_tokens = list[list[int]]()
     character_number = 0

@@ -227,17 +227,18 @@ class Source:
             except OSError:
                 self._has_entries = False
         idx_name = f"{about.name[:-4]}.idx"
+        problem = "is missing"
         with suppress(FileNotFoundError):
             file = self._file(idx_name)
             if file.entries_fit_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
+            problem = "does not have the checksum in the index.json that the run read at its start"
         remedy = f"copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
             remedy = f"remove {self.directory}; the next start downloads the shards again"
         raise UserError(
-            f"{self.directory}/{idx_name} is missing, or does not have the checksum in the index.json that the run "
-            "read at its start. If the shards were replaced during the run, restore the old shards. Otherwise "
-            f"{remedy}"
+            f"{self.directory}/{idx_name} {problem}. If the shards were replaced during the run, restore the old "
+            f"shards. Otherwise {remedy}"
         )
 
     def _fetch_entries(self, remote: Remote) -> None:
@@ -476,10 +477,12 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         if times > 1:
             raise ValueError(f"the shard name {name!r} occurs {times} times")
     total = sum(shard.records for shard in shards)
-    if not shards or index["records"] != total:
+    if not shards:
+        raise ValueError("the list `shards` is empty, and must have at least one shard")
+    if index["records"] != total:
         raise ValueError(
-            f"the field `records` is {index['records']}, but the shards have {total} records. The numbers must be "
-            "equal, and 1 or more"
+            f"the field `records` is {index['records']}, but the shards in the list `shards` have {total} records in "
+            "total. The two numbers must be equal"
         )
     return shards
 

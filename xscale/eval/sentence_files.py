@@ -90,8 +90,8 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
             )
     return SentenceVectors(
         pooling,
-        f"the pooling of model.init {init}, exported with the sentence-transformers modules and prompts of "
-        "model.init, because no stream trained sentence vectors",
+        f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
+        "sentence-transformers modules and prompts of model.init",
         folder,
     )
 

@@ -35,11 +35,13 @@ def import_objective(name: str) -> Objective:
             "package to PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
-    if not isinstance(objective, Objective) or not is_dataclass(objective.options):
+    if not isinstance(objective, Objective):
         raise UserError(
-            f"{name} must be an instance of Objective (xscale/objectives/base.py) whose `options` are a dataclass. "
-            "Write MODULE:NAME, or correct the options"
+            f"{name} is not an objective. Write MODULE:NAME, where NAME is a variable of MODULE with an instance of "
+            "Objective (xscale/objectives/base.py)"
         )
+    if not is_dataclass(objective.options):
+        raise UserError(f"{name}: the `options` of the objective must be a dataclass")
     if objective.record_kind not in ("mono", "pair"):
         raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')
     taken = [field for field in field_names(objective.options) if field in STREAM_FIELDS]

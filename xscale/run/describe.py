@@ -123,7 +123,7 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
             lines.append(
                 f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
                 f"{unlisted[0]}, because index.json does not list these files. `xscale data index {source.directory}` "
-                "adds the files to index.json. A new run then reads these files; by --fork, the new run begins at a "
+                "adds the files to index.json. Only a new run reads these files; with --fork, the new run begins at a "
                 "checkpoint of this run"
             )
     return lines

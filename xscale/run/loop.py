@@ -95,7 +95,7 @@ class Trainer:
                 self.save(must_succeed=True)
                 LOG.info(
                     f"the run has stopped after step {self.done} (reason: {self.context.stop.why}). To continue the "
-                    "run, start the same command again (leave out --resume)"
+                    "run, start the same command again. If the command has --resume, remove --resume first"
                 )
                 return STOPPED
             check_step_has_targets(agreed, number, self.recipe.at(self.done))

@@ -99,7 +99,7 @@ class JsonLines:
                     "lines in memory until the file can be written. Remove the cause of the error"
                 )
         if was_failing and not self.failing:
-            LOG.warning(f"{self.path}: the file can be written again")
+            LOG.warning(f"{self.path} is writable again, and xscale has written the lines that it kept in memory")
         if to_disk and not self.failing:
             try:
                 os.fsync(self.file.fileno())

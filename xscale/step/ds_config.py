@@ -235,8 +235,8 @@ def resolve_ds_config(
     for key, value in resolved.items():
         if json.dumps(AUTO) in json.dumps(value):
             raise UserError(
-                f'--ds_config {path}: {key} has an "auto" for which the recipe has no value: {value}. Write a value '
-                'in place of "auto"'
+                f'--ds_config {path}: {key} is {value}, but the recipe has no value for this "auto". Write a value in '
+                'place of "auto"'
             )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)

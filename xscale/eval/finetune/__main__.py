@@ -145,8 +145,8 @@ def measure_transfer(args: argparse.Namespace) -> None:
     for text in plan:
         groups = encode_training_text(task, text, maker)
         for seed in args.seeds:
-            listed = ", ".join(map(" ".join, text.settings.items()))
-            print_on_rank_0(f"{args.task}: fine-tuning a model with seed {seed} for the scores {listed}")
+            listed = ", ".join(f"{test} ({setting})" for test, setting in text.settings.items())
+            print_on_rank_0(f"{args.task}: fine-tuning a model with seed {seed}, to be tested in {listed}")
             transformers.set_seed(seed)  # for the new head's weights
             model = FineTunedModel(maker, len(text.labels) or 2, task.reads, args.frozen)
             trainer = fine_tune(model, maker.collate, groups, settings | {"seed": seed})
