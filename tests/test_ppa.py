@@ -361,8 +361,11 @@ def make_job(demo: Path, *sets: str) -> Loader:
     return launch.loader_of([*recipe, "--set", *SETS, *sets], measured=False)
 
 
-def warm_up_queues(engine: PlainEngine, loader: Loader, process: Process) -> None:
-    prefilling.warm_up_queues(engine.module, loader, process, torch.device("cpu"))
+def warm_up_queues(engine: PlainEngine, loader: Loader, process: Process) -> list[str]:
+    """Fill the queues. Returns what the run would tell the watch, which ends a run without progress."""
+    notes = list[str]()
+    prefilling.warm_up_queues(engine.module, loader, process, torch.device("cpu"), notes.append)
+    return notes
 
 
 def run_steps(loader: Loader, steps: int, skip: set[int], check: Any) -> None:
@@ -409,7 +412,8 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe))
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
-    warm_up_queues(engine, loader, place)
+    notes = warm_up_queues(engine, loader, place)
+    assert notes == ["filling the queue of streams.ppa"] * 2, "after each batch of 7 keys, but for the last"
     warm_up = prefilling.single_stream_loader(loader, "ppa")
     filling, stream = (
         [

@@ -94,7 +94,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     module = StepModule(launch.encoder(loader), loader.recipe)
     process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    warm_up_queues(fake.module, loader, process, fake.device)
+    warm_up_queues(fake.module, loader, process, fake.device, print)
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]

@@ -4,7 +4,8 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,9 @@ from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import set_learning_rate
+
+QUEUE_REPORT_SECONDS = 30.0
+"""The time between two lines about the queue that is filled before step 1."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def build_trainer(
         f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:
-        warm_up_queues(engine.module, loader, process, engine.device)
+        warm_up_queues(engine.module, loader, process, engine.device, context.watch.note)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
     return trainer, loader.batches_of_plans(process, engine.device.type, plans)
 
@@ -216,9 +220,12 @@ def single_stream_loader(loader: Loader, stream_name: str) -> Loader:
     return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
 
-def warm_up_queues(module: StepModule, loader: Loader, process: Process, device: torch.device) -> None:
+def warm_up_queues(
+    module: StepModule, loader: Loader, process: Process, device: torch.device, note_progress: Callable[[str], None]
+) -> None:
     """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
-    reads each stream's data in a different order than training does, and does not change the stream's position."""
+    reads each stream's data in a different order than training does, and does not change the stream's position.
+    note_progress: a function that gets what this rank is doing, as often as the rank makes progress."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
@@ -227,6 +234,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
         steps = 2 * -(-wanted // warm_up.last_streams[0].samples)
+        next_report = time.monotonic() + QUEUE_REPORT_SECONDS
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.last_streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
@@ -237,6 +245,10 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
             have = auxiliary_state.enqueue_new_vectors()
             if have >= wanted:
                 break
+            note_progress(f"filling the queue of streams.{name}")
+            if time.monotonic() >= next_report:
+                LOG.info(f"streams.{name}: the queue has {have:,} of {wanted:,} sentence vectors")
+                next_report += QUEUE_REPORT_SECONDS
         if have < wanted:
             LOG.warning(
                 f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "

@@ -241,7 +241,8 @@ class Watch:
             faulthandler.dump_traceback(file, all_threads=True)
         LOG.error(
             f"rank {self.process.rank}: {why}. The stack traces of this rank are in {self.stacks}. Start the run "
-            "again: the run continues"
+            "again: it continues from its newest checkpoint, or begins again if it has none. If the machine was only "
+            "slow, also raise train.stall_limit"
         )
         self.write_end(STUCK, why)
         threading.Event().wait()
