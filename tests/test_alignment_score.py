@@ -11,7 +11,7 @@ import torch
 
 from tests import launch
 from xscale.data import shards
-from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon, without_withheld
+from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon, read_entries, without_withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
@@ -66,6 +66,21 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     for words in collect_probe_words([lexicon], [], 0.2, tokens).values():
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single_token_pairs().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
+
+
+def test_swapped_columns_are_noticed(
+    demo: Path, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run would train on words that its text does not have."""
+    tokens = {"xx": distinct_token_ids_in_sample("xx", [Source(demo / "mono_xx")], tokenizer)}
+    entries = read_entries(demo / "lexicon/en-xx.txt")
+    swapped = tmp_path / "en-xx.txt"
+    swapped.write_text("".join(f"{target}\t{source}\n" for source, target in entries))
+    for path in (demo / "lexicon/en-xx.txt", swapped):
+        caplog.clear()
+        collect_probe_words([load_lexicon(path, tokenizer)], [], 0.2, tokens)
+        assert (f"dictionary {swapped}: text in xx has" in caplog.text) == (path == swapped)
+    assert "rename the file to xx-en.txt" in caplog.text
 
 
 def test_of_much_text_a_sample_over_all_shards_is_counted(

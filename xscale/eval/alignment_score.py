@@ -93,7 +93,9 @@ def collect_probe_words(
     for name, group in groups.items():
         pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
-        targets_C = np.union1d(tokens_of_language[group[0].langs[1]], pairs_P2[:, 1])
+        tokens = tokens_of_language[group[0].langs[1]]
+        warn_if_columns_are_swapped(group, pairs_P2, tokens)
+        targets_C = np.union1d(tokens, pairs_P2[:, 1])
         read = np.concatenate(
             [token_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained_lexicons, *group)]
         )
@@ -109,6 +111,21 @@ def collect_probe_words(
                 "with a larger vocabulary"
             )
     return probes
+
+
+def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, tokens: np.ndarray) -> None:
+    """Warn if the text of the second language has more words of the first column than of the second. lexicons: those of
+    one name. pairs_P2: their one-token entries. tokens: the ids of the tokens of the second language's text."""
+    first, second = lexicons[0].langs
+    first_count, second_count = np.isin(pairs_P2, tokens).sum(axis=0)
+    if first_count > second_count:
+        paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
+        LOG.warning(
+            f"dictionary {paths}: text in {second} has {first_count:,} words of the first column, and only "
+            f"{second_count:,} of the second (of {len(pairs_P2):,} entries whose two words are single tokens). The "
+            "columns are probably not in the order of the languages in the file name. If they are not, rename the "
+            f"file to {second}-{first}.txt"
+        )
 
 
 @cache
