@@ -1,10 +1,18 @@
 """Runs a tool as a command."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, escape_unprintable
+from xscale.errors import (
+    ENVIRONMENT_ERRNOS,
+    READER_ENDED,
+    MachineError,
+    UserError,
+    check_arguments,
+    escape_unprintable,
+)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -15,6 +23,9 @@ def run(main: Callable[[], None]) -> None:
     try:
         check_arguments(sys.argv[1:])
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(READER_ENDED)  # a normal exit would fail to write the rest of the output
     except UserError as error:
         code = 2
         print(f"error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,3 +101,21 @@ def test_a_repeated_flag_adds_to_the_earlier_values(monkeypatch, module: str) ->
         for value in "ab":
             action(parsers[0], parsed, [value], action.option_strings[0])
         assert getattr(parsed, action.dest) in (["a", "b"], [["a"], ["b"]]), action.option_strings
+
+
+@pytest.mark.parametrize("length", [1, 1_000_000])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from xscale.errors import run_and_exit; run_and_exit(lambda: print('x' * {length}) or 0)",
+        "from data_tools.command import run; run(lambda: print('x' * {length}))",
+    ],
+)
+def test_a_command_ends_quietly_if_its_output_is_no_longer_read(code: str, length: int) -> None:
+    """As in `xscale data inspect DIR | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-c", code.format(length=length)]
+    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) in ((141, ""), (0, ""))

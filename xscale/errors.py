@@ -26,6 +26,10 @@ ExitCode = int
 """The exit code of a command, 0 if it has succeeded. docs/reference/run.md lists those of a run."""
 
 
+READER_ENDED = 128 + signal.SIGPIPE
+"""The exit code of a command whose output is no longer read, as in `xscale data inspect DIR | head`."""
+
+
 class UserError(ValueError):
     """An error that the user can correct. Its message names the file, the value and the remedy. Exit code 2."""
 
@@ -157,6 +161,8 @@ def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:
     failed = ""
     try:
         code = main()
+    except BrokenPipeError:
+        code = READER_ENDED
     except Exception:
         code = 1
         failed = redact(traceback.format_exc())

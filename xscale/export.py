@@ -21,7 +21,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
 from xscale.data.tokenizer import transformers_tokenizer
-from xscale.errors import UserError, check_arguments, report_error
+from xscale.errors import UserError, check_arguments, report_error, run_and_exit
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
     SentenceVectors,
@@ -215,4 +215,4 @@ def push_to_hub(folder: Path, repo: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

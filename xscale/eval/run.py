@@ -17,7 +17,7 @@ from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
-from xscale.errors import ExitCode, UserError, check_arguments, report_error
+from xscale.errors import ExitCode, UserError, check_arguments, report_error, run_and_exit
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
@@ -300,4 +300,4 @@ TASKS: dict[str, Callable[[argparse.Namespace, list[Source]], list[ResultsRow]]]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)

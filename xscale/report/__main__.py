@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, escape_unprintable, report_error
+from xscale.errors import UserError, check_arguments, report_error, run_and_exit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
         help="folders of runs, or result files of `xscale eval` and `xscale finetune`",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.html", help="file for the page")
-    escape_unprintable()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
@@ -58,4 +57,4 @@ def write_report(runs_and_results: list[Path], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)
