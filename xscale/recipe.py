@@ -138,7 +138,7 @@ class TrainConfig:
     read `epochs` times as many pairs as the stream's data have. With data.alpha 1, the stream reads each pair `epochs`
     times. null: `steps` is the length of the run."""
     lr: PositiveFloat = 3e-4
-    """The peak learning rate."""
+    """The peak learning rate (of new heads: `head_lr`)."""
     head_lr: PositiveFloat | None = None
     """The peak learning rate of new heads. New heads are the layers that objectives add to the encoder and, unless the
     model of model.init has a trained one, the masked-LM head (the layers that predict tokens). The learning rate of new
@@ -166,8 +166,8 @@ class TrainConfig:
     1e-4."""
     max_tokens: Count | None = None
     """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many tokens as the
-    GPU's memory holds, up to 65,536; on a CPU, 8,192. With more tokens per pass, the run is faster; the results change
-    only by rounding and by dropout's random masks."""
+    GPU's memory holds, up to 65,536; on a CPU, 8,192. With more tokens per pass, the run is faster; the losses change
+    only through rounding and through dropout's random masks."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
     has none. If the ds_config has `enabled: "auto"` for a 16-bit precision that the hardware does not support, the run
@@ -230,7 +230,7 @@ class CheckpointConfig:
     """The number of steps between two checkpoints. The run also saves a checkpoint before its first step and after its
     last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """How many of its newest checkpoints the run keeps."""
+    """The number of newest checkpoints that the run keeps. The run also keeps its best checkpoint (field `best`)."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
     row of the task's results, and the name of a score in this row. For example, heldout/tlm/loss is the loss of the

@@ -40,11 +40,11 @@ from xscale.recipe import STRICT, LossFactor
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """The language whose hidden states stay near those of the initial encoder. Each pair must have a sentence in this
-    language. null: the first language of each pair is its anchor language."""
+    """The anchor language, whose hidden states stay near those of the initial encoder. Each pair must have a sentence
+    in this language. null: in each pair, the first language is the anchor language."""
     anchor_weight: LossFactor = 1.0
-    """The factor of R, the squared distance between the hidden states of the anchor language in the trained encoder and
-    in the initial encoder (lambda in the paper)."""
+    """The factor of the loss R, the squared distance between the hidden states of the language `anchor` in the trained
+    encoder and in the initial encoder (lambda in the paper)."""
 
 
 class FrozenInitialEncoder(AuxiliaryState):
