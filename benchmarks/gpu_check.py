@@ -21,7 +21,7 @@ from xscale.data.packed_row import Row
 from xscale.ops.dropout_add_norm import fused_dropout_add_norm
 from xscale.run.resolve import module_of_run
 from xscale.step.module import StepModule
-from xscale.step.step import compute_row_loss, precompute_states, weights_of_term_sums
+from xscale.step.step import compute_row_loss, precompute_and_gather_states, weights_of_term_sums
 
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 KERNEL_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -68,7 +68,7 @@ def row_results(loader: Loader, row: Row, module: StepModule) -> Iterator[Tensor
     """Yield the loss, the sums of all losses, and all gradients as one vector. A loss scale is used, as in fp16."""
     scale = 2.0**10
     on_device = row.to(next(module.parameters()).device)
-    (shared,) = precompute_states(module, [on_device], [(0,)])
+    (shared,) = precompute_and_gather_states(module, [on_device], [(0,)])
     loss, sums = compute_row_loss(module, on_device, shared, weights_of_term_sums(loader.recipe, row.counts, 0), (0,))
     losses = [number for number, key in enumerate(sums.keys) if key.name == "loss"]
     gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)

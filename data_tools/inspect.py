@@ -130,7 +130,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
     source.check_links()
     records = list[Record]()
     for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):
-        records.append(source.renumber_links(source.read(shard, record)))
+        records.append(source.renumber_links_by_xscale_words(source.read(shard, record)))
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
         print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")

@@ -54,7 +54,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):
-                record = source.renumber_links(source.read(shard, number))
+                record = source.renumber_links_by_xscale_words(source.read(shard, number))
                 if record.links is not None:
                     add_words_and_links(counts, record, is_reversed=source.langs != langs)
     if not counts.links:

@@ -454,7 +454,7 @@ def indexed_records(directory: str) -> Iterator[ShardRecord]:
     shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
-            record = shards.renumber_links(shards.read(shard, place))
+            record = shards.renumber_links_by_xscale_words(shards.read(shard, place))
             tar = f"{directory}/{shards.shards[shard].name}"
             yield ShardRecord(record, not shards.continues_document(shard, place), True, tar)
 

@@ -68,10 +68,10 @@ class Half:
 
 
 class Lines(metrics.JsonLines):
-    def try_flush(self, to_disk: bool = False) -> None:
+    def flush_or_keep_lines(self, sync: bool = False) -> None:
         if self.file and not isinstance(self.file, Half):
             self.file: Any = Half(self.file)
-        super().try_flush(to_disk)
+        super().flush_or_keep_lines(sync)
 
 
 def noted(optimizer_step: Any) -> Any:

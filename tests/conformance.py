@@ -24,7 +24,7 @@ from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
 from xscale.step.metrics import stream_metrics
 from xscale.step.module import StepModule, Sums
-from xscale.step.step import compute_row_loss, loss_keys, precompute_states, weights_of_term_sums
+from xscale.step.step import compute_row_loss, loss_keys, precompute_and_gather_states, weights_of_term_sums
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -83,7 +83,7 @@ def compute_step(module: StepModule, loader: Loader, ranks: list[list[Row]]) -> 
     weights = weights_of_term_sums(loader.recipe, totals, 0)
     seeds = [(0, number) for number in range(len(rows))]
     loss, sums_of_rows = 0.0, []
-    for row, shared, seed in zip(rows, precompute_states(module, rows, seeds), seeds, strict=True):
+    for row, shared, seed in zip(rows, precompute_and_gather_states(module, rows, seeds), seeds, strict=True):
         of_row, sums = compute_row_loss(module, row, shared, weights, seed)
         of_row.backward()
         loss += of_row.item()
@@ -155,7 +155,7 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
         rows = [pack_row({name: stream_batch}, separator).to(CPU) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
-        shared = precompute_states(one, rows, [(0, 0), (0, 1)])
+        shared = precompute_and_gather_states(one, rows, [(0, 0), (0, 1)])
         weights = dict.fromkeys(loss_keys(loader.recipe), 1.0)
         _, reported = compute_row_loss(one, rows[0], shared[0], weights, (0, 0))
         loss, sums = compute_row_loss(one, rows[1], shared[1], weights, (0, 1))

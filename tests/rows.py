@@ -19,7 +19,7 @@ from xscale.metric_keys import Counts, loss_key
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.step.module import States, StepModule, Sums, Weights
-from xscale.step.step import Seed, compute_row_loss, encode_auxiliary, precompute_states
+from xscale.step.step import Seed, compute_row_loss, encode_auxiliary, precompute_and_gather_states
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -63,7 +63,7 @@ def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) 
 def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
     """Return what the losses of rows need besides their own states. The rows may lack streams."""
     if any(stream in rows[0].arrays for stream in module.streams_with_vectors()):
-        return precompute_states(module, rows, seeds)
+        return precompute_and_gather_states(module, rows, seeds)
     return encode_auxiliary(module, rows, seeds)
 
 

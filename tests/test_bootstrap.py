@@ -85,10 +85,10 @@ def test_what_is_written_and_printed() -> None:
     score = share(np.array([1.0] * 9 + [0.0]))
     low, high = score.interval
     assert low < 0.9 <= high <= 1
-    assert bootstrap.score_intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
+    assert bootstrap.intervals_of_scores({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
         "task": {"en": {"accuracy": [low, high]}}
     }
-    written = bootstrap.resampled_scores({"task": {"en": {"accuracy": score, "n": 3}}})["task"]["en"]
+    written = bootstrap.resampled_values_of_scores({"task": {"en": {"accuracy": score, "n": 3}}})["task"]["en"]
     assert written == {"accuracy": pytest.approx(score.resampled)} and len(written["accuracy"]) == bootstrap.REPLICATES
     assert bootstrap.format_score("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
     assert bootstrap.format_score("n", 3) == "n 3"

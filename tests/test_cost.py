@@ -105,7 +105,7 @@ def test_what_stays_is_that_of_the_zero_paper(zero: dict, precision: str, kept: 
     reduced at the end of a step."""
     module = StepModule(make(vocab_size=150_000), recipe_of())
     recipe = recipe_of("train.measure_every=0")
-    memory = cost.memory_by_purpose(module, recipe, {"zero_optimization": zero}, precision, 8, "cuda", ROW)
+    memory = cost.peak_bytes_by_purpose(module, recipe, {"zero_optimization": zero}, precision, 8, "cuda", ROW)
     n = cost.parameter_count(module)
     assert {name: memory[name] for name in kept} == pytest.approx({name: factor * n for name, factor in kept.items()})
     assert ("optimizer" in memory) == ("optimizer" in kept)
@@ -117,7 +117,7 @@ def test_the_moment_that_needs_most() -> None:
     module = StepModule(make(), recipe_of())
     n = cost.parameter_count(module)
     for stage in range(4):
-        memory = cost.memory_by_purpose(
+        memory = cost.peak_bytes_by_purpose(
             module, recipe_of(), {"zero_optimization": {"stage": stage}}, "bf16", 8, "cuda", ROW
         )
         assert memory.get("gradient of one stream (train.measure_every)", 0) == (6 * n if stage < 3 else 0)

@@ -54,18 +54,18 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     lines.file = disk
     for step in range(1, 9):
         lines.write({"step": step, "loss": 1.5})
-        lines.try_flush(to_disk=True)
+        lines.flush_or_keep_lines(sync=True)
         assert path.read_text().startswith('{"step": 1, "loss": 1.5}\n')
     assert path.stat().st_size == 30
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text
     disk.room = 500
     lines.write({"step": 9, "loss": 1.5})
-    lines.try_flush()
+    lines.flush_or_keep_lines()
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
     assert caplog.records[-1].levelname == "WARNING" and "is writable again" in caplog.records[-1].message
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "no sync here")))
-        lines.try_flush(to_disk=True)
+        lines.flush_or_keep_lines(sync=True)
     assert not lines.failing and "no sync here). The last lines of the file may be lost" in caplog.text
 
     monkeypatch.setattr(metrics, "MOST_WAITING", 60)
@@ -76,7 +76,7 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     assert "the last 2 lines of the run could not be written" in caplog.text
     lines.write({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
     with pytest.raises(OSError, match="No space left") as raised:
-        lines.try_flush()
+        lines.flush_or_keep_lines()
     assert raised.value.filename == str(path)
 
 

@@ -13,7 +13,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, load_recipe
-from xscale.run.resume import check_engine
+from xscale.run.resume import check_engine_can_load
 from xscale.step.ds_config import Hardware, config_problems, read_ds_config, resolve_ds_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
@@ -356,15 +356,15 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
         return Checkpoint(Path("step_5"), 5, 2, {}, {}, {}, json.loads(json.dumps(config.settings_in_checkpoint())), {})
 
     checkpoint = saved(engine({"torch_adam": True}))
-    check_engine(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}))
+    check_engine_can_load(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}))
     with pytest.raises(UserError, match=r"scheduler: was None, is now WarmupLR"):
-        check_engine(checkpoint, engine({"torch_adam": True}, scheduler={"type": "WarmupLR"}))
+        check_engine_can_load(checkpoint, engine({"torch_adam": True}, scheduler={"type": "WarmupLR"}))
     with pytest.raises(UserError, match=r"optimizer.params.betas: was \[0.9, 0.999\], is now \[0.9, 0.98\]"):
-        check_engine(checkpoint, engine({"torch_adam": True, "betas": [0.9, 0.98]}))
+        check_engine_can_load(checkpoint, engine({"torch_adam": True, "betas": [0.9, 0.98]}))
     checkpoint = saved(engine({}, fp16=fp16))
-    check_engine(checkpoint, engine({}, fp16=fp16))
+    check_engine_can_load(checkpoint, engine({}, fp16=fp16))
     with pytest.raises(UserError, match=r"fp16.loss_scale_window: was 500, is now 100"):
-        check_engine(checkpoint, engine({}, fp16=fp16 | {"loss_scale_window": 100}))
+        check_engine_can_load(checkpoint, engine({}, fp16=fp16 | {"loss_scale_window": 100}))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

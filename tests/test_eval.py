@@ -94,7 +94,7 @@ def test_rows_of_several_pairs_have_the_numbers_of_single_pairs(
     monkeypatch.setattr(heldout, "ROW", 1)
     alone = heldout.evaluate(model, source, 60)[""]
     assert together == pytest.approx(alone, rel=1e-6)
-    intervals = [bootstrap.score_intervals({"heldout": {"": scores}}) for scores in (together, alone)]
+    intervals = [bootstrap.intervals_of_scores({"heldout": {"": scores}}) for scores in (together, alone)]
     (first, second) = (list(interval["heldout"][""].values()) for interval in intervals)
     assert first == [pytest.approx(bounds, rel=1e-6) for bounds in second]
 

@@ -69,7 +69,7 @@ def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) 
     cells = x @ y.T
     for chunk, k in product((7, 4096), (1, 4, 999)):
         monkeypatch.setattr(retrieval, "CHUNK", chunk)
-        scores, rows = retrieval.nearest_rows(x, y, k)
+        scores, rows = retrieval.topk_dot_products(x, y, k)
         assert torch.equal(scores, cells.sort(dim=1, descending=True).values[:, :k])
         assert torch.equal(cells.gather(1, rows), scores) and all(len(set(row)) == len(row) for row in rows.tolist())
         if k == 1:

@@ -39,7 +39,7 @@ from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule, Sums
-from xscale.step.step import compute_row_loss, optimizer_step, precompute_states
+from xscale.step.step import compute_row_loss, optimizer_step, precompute_and_gather_states
 
 MAX_LENGTH = 32
 
@@ -211,7 +211,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         module = OneStream("ppa", parts, options)
         rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER).to(CPU) for cut in cuts]
         sums_of_rows = []
-        for row, shared in zip(rows, precompute_states(module, rows, [(0,)] * len(rows)), strict=True):
+        for row, shared in zip(rows, precompute_and_gather_states(module, rows, [(0,)] * len(rows)), strict=True):
             sums_of_rows.append(compute_row_loss(module, row, shared, {loss_key("s", "moco"): 1.0}, (0,))[1])
         found = {key.name: value for key, value in Sums.add_rows(sums_of_rows).by_key().items()}
         assert found["contrastive_accuracy_step"] == right

@@ -206,8 +206,8 @@ def result_file(path: Path, model: str, right: dict[str, np.ndarray], **more: An
         rows[row] = scores | {"sentences": float(len(right_S))}
     results: Any = {"retrieval": rows} if rows else {}
     results |= more.pop("results", {})
-    content = {"model": model, "results": results, "intervals": bootstrap.score_intervals(results)}
-    path.write_text(json.dumps(content | {"resampled": bootstrap.resampled_scores(results)} | more))
+    content = {"model": model, "results": results, "intervals": bootstrap.intervals_of_scores(results)}
+    path.write_text(json.dumps(content | {"resampled": bootstrap.resampled_values_of_scores(results)} | more))
     return path
 
 

@@ -21,7 +21,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_sentence_vectors
 from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import byte_columns, from_byte_columns, step_contrast, vectors_and_text_hashes
-from xscale.step.step import compute_row_loss, precompute_states, weights_of_term_sums
+from xscale.step.step import compute_row_loss, precompute_and_gather_states, weights_of_term_sums
 
 MORE_SAMPLES = {
     "word_contrast": "streams.word_contrast.samples=12",
@@ -103,7 +103,7 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
         return found
 
     module.compute_vectors = vectors  # type: ignore[method-assign]
-    precompute_states(
+    precompute_and_gather_states(
         module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))]
     )
     assert len(computed) == len(rows) >= 2
@@ -121,7 +121,7 @@ def gradient_of_a_rank(folder: Path, demo: Path, recipe: str) -> None:
     rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
     seeds = [(0, number) for number in range(len(rows))]
     loss = 0.0
-    for row, shared, seed in zip(rows, precompute_states(module, rows, seeds), seeds, strict=True):
+    for row, shared, seed in zip(rows, precompute_and_gather_states(module, rows, seeds), seeds, strict=True):
         row_loss, _ = compute_row_loss(module, row, shared, weights, seed)
         row_loss.backward()
         loss += row_loss.item()

@@ -299,7 +299,7 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
         (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
     (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
     validation = validation_in(tmp_path, 15, best="retrieval/all/accuracy")
-    validation.lines.try_flush()
+    validation.lines.flush_or_keep_lines()
     assert (
         validation.name_best_checkpoint() == {5}
         and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
@@ -339,7 +339,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     vectors = torch.eye(40)
     scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
     validation.report_results(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
-    validation.lines.try_flush()
+    validation.lines.flush_or_keep_lines()
     entry = json.loads((tmp_path / "evals.jsonl").read_text())
     right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10
     bounds = np.quantile(right.mean(1), (0.025, 0.975))
@@ -352,7 +352,7 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     lines.write(
         {"step": 1, "results": {"a": {"b": {"c": float("nan"), "d": float("-inf"), "e": 1.5}}}, "x": float("inf")}
     )
-    lines.try_flush()
+    lines.flush_or_keep_lines()
     assert json.loads((tmp_path / "evals.jsonl").read_text()) == {
         "step": 1, "results": {"a": {"b": {"c": None, "d": None, "e": 1.5}}}, "x": None,
     }  # fmt: skip

@@ -392,13 +392,13 @@ def torch_optimizer(engine: Any) -> Any:
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 
 
-def prepare_flats_for_change(engine: Any) -> None:
-    """Prepare the engine for `update_weights_from_flats`. Call it before the flat tensors change."""
+def begin_change_of_flat_weights(engine: Any) -> None:
+    """Let the caller change the optimizer's flat fp32 tensors, until `end_change_of_flat_weights`."""
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.checkpoint_event_prologue()
 
 
-def update_weights_from_flats(engine: Any) -> None:
+def end_change_of_flat_weights(engine: Any) -> None:
     """Copy the optimizer's flat fp32 tensors into the weights that the engine computes with."""
     optimizer = engine.optimizer
     stage = engine.zero_optimization_stage()

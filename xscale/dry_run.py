@@ -113,7 +113,7 @@ def measure_requirements(
         f"{loader.corpus.tokenizer.vocab_size:,} tokens"
     )
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
-    memory = cost.memory_by_purpose(
+    memory = cost.peak_bytes_by_purpose(
         module, loader.recipe, config.resolved, config.precision, process.world, device, largest
     )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())

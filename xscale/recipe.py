@@ -387,7 +387,7 @@ class Recipe:
         """Return whether any stream sets this option to true."""
         return any(getattr(stream.options, option, False) for stream in self.streams.values())
 
-    def has_sequences_without_language(self) -> bool:
+    def uses_neutral_token_type(self) -> bool:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
@@ -467,7 +467,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
 
 
 def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
-    """Set a field of the tree as `--set` says, such as "train.lr=3e-4"."""
+    """Set a field of the tree as `--set` says, such as "train.lr=3e-4". The number of steps replaces train.epochs."""
     dotted, equals, text = assignment.partition("=")
     if equals and not text.strip():
         problems.append(
@@ -482,6 +482,8 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
         if not equals:
             raise ValueError("the = is missing")
         set_field(tree, dotted, read_yaml(text))
+        if dotted == "train.steps":
+            tree["train"].pop("epochs", None)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         problems.append(f"--set {assignment[:80]}: {reason}. Write SECTION.FIELD=VALUE, with a value in YAML")
@@ -498,8 +500,6 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(node, dict):
             raise ValueError(f"{parent} is a single value and has no fields")
     node[last] = value
-    if dotted == "train.steps":
-        node.pop("epochs", None)
 
 
 def build_recipe(

@@ -142,30 +142,31 @@ def parse_tar_sample(data: bytes, langs: tuple[str, ...] | None, refuse_other_la
 
 
 def record_from_members(
-    key: str, members: Mapping[str, bytes], langs: tuple[str, ...] | None, refuse_other_langs: bool = False
+    key: str, content_by_extension: Mapping[str, bytes], langs: tuple[str, ...] | None, refuse_other_langs: bool = False
 ) -> Record:
-    """Return the record of a sample. members: the content of the sample's files, by the part of their names after the
-    key. langs, refuse_other_langs: see parse_tar_sample. Raises ValueError."""
-    if "json" in members:
-        fields = parse_json(members["json"])
+    """Return the record of a sample's JSON member or, without one, of its text members. content_by_extension:
+    the content of each member, by the part of its name after the key. langs, refuse_other_langs: see parse_tar_sample.
+    Raises ValueError."""
+    if "json" in content_by_extension:
+        fields = parse_json(content_by_extension["json"])
         if not isinstance(fields, dict):
             raise ValueError(f"the content of {key}.json is not a JSON object")
         return Record.from_dict({"key": key} | fields)
     texts = dict[str, str]()
-    for extension in members:
+    for extension in content_by_extension:
         lang = extension.removesuffix(".txt")
         if extension == "txt" and langs and len(langs) == 1:
             lang = langs[0]
         elif lang == extension or "." in lang or lang == "links":
             continue
-        texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\r\n")
+        texts[lang] = content_by_extension[extension].decode().removeprefix(_BOM).rstrip("\r\n")
     if not texts:
         raise ValueError(
             f"sample {key!r} has no text. A sample needs a tar member KEY.json, KEY.txt, or KEY.LANG.txt for each "
             "language. For KEY.txt, set the language by `xscale data index --langs LANG` or by `mono: LANG` in "
             "corpus.yaml"
         )
-    links = members["links.txt"].decode().strip() if "links.txt" in members else None
+    links = content_by_extension["links.txt"].decode().strip() if "links.txt" in content_by_extension else None
     order = [lang for lang in langs or texts if lang in texts]
     if refuse_other_langs and len(order) < len(texts):
         raise ValueError(

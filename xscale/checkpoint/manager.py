@@ -77,7 +77,10 @@ class CheckpointManager:
         started = time.monotonic()
         self.note(f"saving the checkpoint of step {step}")
         written = self._try_write(step)
-        self.cpu_group.value_from_main(lambda: check_files_can_be_loaded(self.partial_path_of_step(step), written))
+        names = [] if isinstance(written, OSError) else list(written)
+        self.cpu_group.value_from_main(
+            lambda: remove_checkpoint_if_not_loadable(self.partial_path_of_step(step), names)
+        )
         problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -187,12 +190,10 @@ def unwrap_os_error(error: Exception) -> Exception:
     return error
 
 
-def check_files_can_be_loaded(folder: Path, written: WrittenFilesOrOSError) -> None:
-    """Remove the folder and raise UserError if a resume would refuse one of the written files. This happens if a new
-    version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
-    if isinstance(written, OSError):
-        return
-    for name in written:
+def remove_checkpoint_if_not_loadable(folder: Path, names: list[str]) -> None:
+    """Remove the checkpoint and raise UserError if a resume would refuse one of the files `names`. This happens if a
+    new version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
+    for name in names:
         problem = store.find_unsafe_content(folder / name) if name.endswith(".pt") else None
         if problem:
             files.remove(folder)

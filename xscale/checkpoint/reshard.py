@@ -137,7 +137,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
         path, [*names.values()], dist.get_rank() / dist.get_world_size(), names_with_head_lr(engine.module)
     )
     fused = any(group.get("fused") for group in base.param_groups)
-    private.prepare_flats_for_change(engine)
+    private.begin_change_of_flat_weights(engine)
     for flat, fragments in private.partitions_and_fragments(engine):
         if not fragments:
             continue
@@ -160,7 +160,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
             state[key] = value
         if state:
             base.state[flat] = state
-    private.update_weights_from_flats(engine)
+    private.end_change_of_flat_weights(engine)
     for name, buffer in engine.module.named_buffers():
         if name in saved.model["module"]:  # a head of another package may change its buffers
             buffer.copy_(saved.model["module"][name])

@@ -10,7 +10,7 @@ import numpy as np
 
 from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus
-from xscale.data.loader import StepDataset, collate_context
+from xscale.data.loader import StepDataset, shared_collate_context
 from xscale.data.mixture import Mixture, Plan
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
@@ -50,7 +50,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, cpu_group: CpuGroup) -> Calibratio
     fitted = Calibration(cpu_group.divide_work(fits), {})
     by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
-        context = Schedule.constant(collate_context(corpus, phase))
+        context = Schedule.constant(shared_collate_context(corpus, phase))
         dataset = StepDataset(sources, Schedule.constant(streams), context)
         works = list[Callable[[], Correction]]()
         for stream in streams:
@@ -94,9 +94,9 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     return correction_from_groups(
         estimated_tokens,
         groups,
-        tokens=np.array([batch.sequences.lengths.sum() for batch in batches]),
+        tokens_of_groups=np.array([batch.sequences.lengths.sum() for batch in batches]),
         max_length=longest,
-        too_long=np.array([batch.pair_counts[MetricKey("too_long", stream.name)] for batch in batches]),
+        too_long_of_groups=np.array([batch.pair_counts[MetricKey("too_long", stream.name)] for batch in batches]),
     )
 
 
@@ -118,33 +118,34 @@ def choose_groups_to_tokenise(estimated_tokens: np.ndarray, max_length: float) -
 
 
 def correction_from_groups(
-    estimated_tokens: np.ndarray,
-    groups: list[np.ndarray],
-    tokens: np.ndarray,
+    estimated_tokens_of_samples: np.ndarray,
+    samples_of_groups: list[np.ndarray],
+    tokens_of_groups: np.ndarray,
     max_length: float,
-    too_long: np.ndarray | int = 0,
+    too_long_of_groups: np.ndarray | int = 0,
 ) -> Correction:
     """Return a stream's correction, computed from groups of tokenised samples.
 
-    estimated_tokens: the estimates of all drawn samples [samples]. groups: the indices of each group's samples, whose
-    estimates are either all over max_length or all within it. tokens: the number of tokens of each group in a packed
-    row [groups]. too_long: the number of each group's samples that are longer than max_length [groups].
+    estimated_tokens_of_samples: for all drawn samples [samples]. samples_of_groups: the indices of each group's
+    samples, whose estimates are either all over max_length or all within it. tokens_of_groups: the number of tokens of
+    each group in a packed row [groups]. too_long_of_groups: the number of each group's samples that are longer than
+    max_length [groups].
     """
-    expected = np.array([estimated_tokens[group].sum() for group in groups])
-    samples = np.array([len(group) for group in groups])
+    expected = np.array([estimated_tokens_of_samples[group].sum() for group in samples_of_groups])
+    samples = np.array([len(group) for group in samples_of_groups])
     over = expected > max_length * samples
     within = ~over
-    is_beyond = estimated_tokens > max_length
+    is_beyond = estimated_tokens_of_samples > max_length
     drawn_beyond_per_read = is_beyond.sum() / max(samples[over].sum(), 1)
     drawn_within_per_read = (~is_beyond).sum() / max(samples[within].sum(), 1)
-    too_long_drawn = np.where(over, drawn_beyond_per_read, drawn_within_per_read) * too_long
+    too_long_drawn = np.where(over, drawn_beyond_per_read, drawn_within_per_read) * too_long_of_groups
     ratio = 1.0
     if within.any():
-        ratio = round(float(tokens[within].sum() / expected[within].sum()), 4)
+        ratio = round(float(tokens_of_groups[within].sum() / expected[within].sum()), 4)
     beyond = None
     if over.any():
-        beyond = round(float(tokens[over].sum() / samples[over].sum()), 1)
-    return Correction(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens)), 4))
+        beyond = round(float(tokens_of_groups[over].sum() / samples[over].sum()), 1)
+    return Correction(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens_of_samples)), 4))
 
 
 def fit_tokens_to_bytes(

@@ -181,7 +181,7 @@ class StepDataset(Dataset):
             if not stream.reads_running_text:
                 record = cut_texts_before_tokenization(record, stream.needs_words, context)
             if stream.needs_words:
-                record = source.renumber_links(record)
+                record = source.renumber_links_by_xscale_words(record)
             records.append(record)
         return records
 
@@ -285,14 +285,14 @@ def cut_points_of_long_texts(texts: list[str], ids: list[list[int]], context: Co
     return borders
 
 
-def collate_context(corpus: Corpus, recipe: Recipe) -> CollateContext:
-    """Return the context of all collate functions of a phase. recipe: the recipe of the phase."""
+def shared_collate_context(corpus: Corpus, phase_recipe: Recipe) -> CollateContext:
+    """Return what is the same for the collate functions of all streams in a phase."""
     return CollateContext(
         tokenizer=corpus.tokenizer,
-        max_length=recipe.data.max_length,
-        overlong=recipe.data.overlong,
+        max_length=phase_recipe.data.max_length,
+        overlong=phase_recipe.data.overlong,
         language_ids=corpus.language_ids,
-        seed=recipe.train.seed,
+        seed=phase_recipe.train.seed,
         segments=corpus.segments,
     )
 
@@ -337,7 +337,7 @@ class Loader:
 
     def dataset(self, readahead: bool = False) -> StepDataset:
         """Return the dataset that makes batches from plans. readahead: see Source.read."""
-        contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe))
+        contexts = self.recipe.schedule.map(lambda recipe: shared_collate_context(self.corpus, recipe))
         return StepDataset(self.corpus.sources, self.corpus.streams, contexts, readahead)
 
     def plans(

@@ -55,11 +55,11 @@ class Remote:
     url: str
     folder: Path
 
-    def fetch(self, name: str, size: int, is_whole: Callable[[Path], bool], damaged_inode: int = 0) -> None:
+    def fetch(self, name: str, size: int, is_download_whole: Callable[[Path], bool], damaged_inode: int = 0) -> None:
         """Fetch a file of the source, unless it is in the cache. Other processes that need the file wait. size: the
-        file's size in bytes. is_whole: returns True if a downloaded file of this size has the checksums of index.json.
-        damaged_inode: the inode of a file that this process has found damaged. The file is replaced if it is still in
-        the cache. Raises OSError, and UserError if the protocol of the URL is unknown."""
+        file's size in bytes. is_download_whole: returns True if a downloaded file of this size has the checksums of
+        index.json. damaged_inode: the inode of a file that this process has found damaged. The file is replaced if it
+        is still in the cache. Raises OSError, and UserError if the protocol of the URL is unknown."""
         path = self.folder / name
 
         def is_cached() -> bool:
@@ -75,7 +75,7 @@ class Remote:
         def copy(file_system: Any, remote_path: str) -> None:
             with files.publish(path) as partial:
                 file_system.get_file(remote_path, str(partial), callback=Callback(hooks={"size": check_received}))
-                if partial.stat().st_size != size or not is_whole(partial):
+                if partial.stat().st_size != size or not is_download_whole(partial):
                     raise ValueError("the size or checksum of the file differs from index.json")
 
         if not is_cached():

@@ -110,10 +110,11 @@ class Source:
             return self.index["linked"]
         return self.index["records"] if self.read(0, 0).links is not None else 0
 
-    def rename_languages(self, names: Mapping[str, str]) -> None:
-        """Change the names of the source's languages, also in the records that are read. names: name in index.json ->
-        new name. Raises UserError if both languages of a pair get the same name."""
-        langs = tuple(names[lang] for lang in self.written_langs)
+    def rename_languages(self, new_name_of_written_lang: Mapping[str, str]) -> None:
+        """Change the names of the source's languages, also in the records that are read.
+        new_name_of_written_lang: name in index.json -> new name. Raises UserError if both languages of a pair get the
+        same name."""
+        langs = tuple(new_name_of_written_lang[lang] for lang in self.written_langs)
         if len(set(langs)) < len(langs):
             raise UserError(
                 f"{self.directory}: {' and '.join(self.written_langs)} are two names of one language. Write the "
@@ -148,7 +149,7 @@ class Source:
                 "pairs ... --align` (or `--links FILE`)"
             )
 
-    def renumber_links(self, record: Record) -> Record:
+    def renumber_links_by_xscale_words(self, record: Record) -> Record:
         """Return the record with links that number the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
@@ -245,12 +246,12 @@ class Source:
         """Fetch the file `entries`, unless it is in the cache. Raises OSError, and UserError if there is no such
         file."""
 
-        def is_whole(path: Path) -> bool:
+        def is_download_whole(path: Path) -> bool:
             file = OpenFile(str(path))
             return all(map(file.entries_fit_index, range(len(self.shards)), self.starts.tolist(), self.shards))
 
         try:
-            remote.fetch(ENTRIES, self.records * ENTRY.size, is_whole)
+            remote.fetch(ENTRIES, self.records * ENTRY.size, is_download_whole)
         except FileNotFoundError:
             raise UserError(
                 f"{remote.url} has no file {ENTRIES!r}. Run `xscale data index` on the folder of shards, and copy "

@@ -115,12 +115,12 @@ def map_scores(results: ScoreTree[float], function: Callable[[Score], list[float
     return mapped
 
 
-def score_intervals(results: ScoreTree[float]) -> ScoreTree[list[float]]:
+def intervals_of_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with [low, high] in place of each Score, and without other numbers."""
     return map_scores(results, lambda score: list(score.interval))
 
 
-def resampled_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
+def resampled_values_of_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with a Score's values in resampled texts [R] in place of each Score, and without other
     numbers. The values are rounded to six digits."""
     return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])

@@ -15,7 +15,7 @@ from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.bootstrap import resampled_scores, score_intervals
+from xscale.eval.bootstrap import intervals_of_scores, resampled_values_of_scores
 from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
 from xscale.models.encoder import Encoder
@@ -106,6 +106,6 @@ def write_results(
     """Write the JSON file of a model's scores, with their intervals and their values in resampled texts. All models are
     resampled with the same sentences, so values of two models can be subtracted. results: {task: {results row:
     scores}}. checksums: {task: {results row: text_checksum of its test}}."""
-    content = {"model": str(model), "results": results, "intervals": score_intervals(results), **further_fields}
-    content |= {"resampled": resampled_scores(results), "checksums": checksums}
+    content = {"model": str(model), "results": results, "intervals": intervals_of_scores(results), **further_fields}
+    content |= {"resampled": resampled_values_of_scores(results), "checksums": checksums}
     files.write_text(out, json.dumps(content) + "\n")

@@ -93,7 +93,10 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence
     """Return the retrieval accuracy in each direction, their mean, and the number of sentences. An accuracy is the
     share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
-        matches = [nearest_rows(first_NH, second_NH, 1)[1][:, 0], nearest_rows(second_NH, first_NH, 1)[1][:, 0]]
+        matches = [
+            topk_dot_products(first_NH, second_NH, 1)[1][:, 0],
+            topk_dot_products(second_NH, first_NH, 1)[1][:, 0],
+        ]
     else:
         matches = ratio_matches(first_NH, second_NH)
     sentences = len(first_NH)
@@ -112,8 +115,8 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence
 def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     """Return two results [N]: the match of each first row in the second matrix by the margin `ratio`, and the match of
     each second row in the first."""
-    scores_there, rows_there = nearest_rows(first_NH, second_NH, NEIGHBOURS)
-    scores_back, rows_back = nearest_rows(second_NH, first_NH, NEIGHBOURS)
+    scores_there, rows_there = topk_dot_products(first_NH, second_NH, NEIGHBOURS)
+    scores_back, rows_back = topk_dot_products(second_NH, first_NH, NEIGHBOURS)
     means_there = scores_there.double().mean(1)
     means_back = scores_back.double().mean(1)
     ratios_there = scores_there / ((means_there[:, None] + means_back[rows_there]) / 2)
@@ -124,7 +127,7 @@ def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     ]
 
 
-def nearest_rows(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def topk_dot_products(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only CHUNK rows of the matrix N x M
     are in memory. For k = 1, the first of equally near neighbours is returned."""
     scores = []

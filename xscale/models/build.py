@@ -202,7 +202,7 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
         language_embeddings=recipe.any_stream_sets("language_embeddings"),
         reset_positions=recipe.any_stream_sets("reset_positions"),
         segments=corpus.segments,
-        neutral_trained=recipe.has_sequences_without_language(),
+        neutral_trained=recipe.uses_neutral_token_type(),
         seed=recipe.train.seed,
         load=load,
     )

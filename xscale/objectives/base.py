@@ -83,10 +83,10 @@ class HasQueue(AuxiliaryState, Protocol):
     prefill_samples: int
     """Number of samples that the warm-up reads; 0 if there is no warm-up."""
 
-    def gather_new_vectors(self, vector_counts: list[int] | None) -> None:
+    def gather_new_vectors(self, vector_counts_of_ranks: list[int] | None) -> None:
         """Exchange the vectors. All ranks call it after `encode` of the last row of a step, before the first loss.
-        vector_counts: the number of vectors that each rank has computed; None: the ranks must first exchange these
-        numbers."""
+        vector_counts_of_ranks: the number of vectors that each rank has computed; None: the ranks must first exchange
+        these numbers."""
 
     def enqueue_new_vectors(self) -> int:
         """Add the computed vectors to the queue. During warm-up, every rank calls this once per global batch, after

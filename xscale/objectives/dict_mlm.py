@@ -73,7 +73,7 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Coll
     stream_batch = mlm.make_masked_batch(sequences, len(samples), options, context)
     masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]
-    translations = translate_targets(sequences, masked, options, context)
+    translations = draw_translations(sequences, masked, options, context)
     replaced = masked[translations.used]
     shown_ids = stream_batch.sequences.ids.copy()
     shown_languages = stream_batch.sequences.languages.copy()
@@ -92,7 +92,7 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Coll
     )
 
 
-def translate_targets(
+def draw_translations(
     sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: CollateContext
 ) -> Translations:
     """Return the translations that the target tokens use. targets: their indices [M]."""

@@ -159,7 +159,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         return stream_batch
     query = sentence_sequences(pairs, first_sides, context)
     key = sentence_sequences(pairs, [1 - side for side in first_sides], context)
-    query_states = pooling_gather(query, options.pooling).shift(len(words.sequences.ids))
+    query_states = gather_cls_or_text_sum(query, options.pooling).shift(len(words.sequences.ids))
     return replace(
         stream_batch,
         sequences=concat_sequences(words.sequences, query),
@@ -169,7 +169,9 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
             "number": np.array([pair.sample_number for pair in pairs], dtype=np.int64),
             "texts": np.stack([hash_texts(query.ids, query.lengths), hash_texts(key.ids, key.lengths)], 1),
         },
-        auxiliary=StreamBatch(key, {"key": pooling_gather(key, options.pooling)}, {}, len(pairs), types=words.types),
+        auxiliary=StreamBatch(
+            key, {"key": gather_cls_or_text_sum(key, options.pooling)}, {}, len(pairs), types=words.types
+        ),
     )
 
 
@@ -200,7 +202,7 @@ def sentence_sequences(pairs: list[Example], sides: list[int], context: CollateC
     return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def pooling_gather(sentences: Sequences, pooling: str) -> Gather:
+def gather_cls_or_text_sum(sentences: Sequences, pooling: str) -> Gather:
     """Return the tokens whose states are summed for the vector of each sentence. A sum may replace the mean, because
     only the direction of the vector matters. pooling: "cls" or "mean"."""
     if pooling == "cls":
@@ -270,10 +272,10 @@ class Moco:
             self._rows.append(torch.cat([z_BD, torch.cat([position_B1, texts_B2], 1).view(z_BD.dtype)], 1))
         return z_BD
 
-    def gather_new_vectors(self, vector_counts: list[int] | None) -> None:
+    def gather_new_vectors(self, vector_counts_of_ranks: list[int] | None) -> None:
         if not self._rows:
             return
-        rows, _ = gather_rank_rows(torch.cat(self._rows), vector_counts)
+        rows, _ = gather_rank_rows(torch.cat(self._rows), vector_counts_of_ranks)
         self._rows.clear()
         width = self.queue.ring_KD.shape[1]
         position_and_texts_N3 = rows[:, width:].contiguous().view(torch.int64)
@@ -281,12 +283,12 @@ class Moco:
         self.step_keys = rows[order, :width], position_and_texts_N3[order, 1:]
 
     def update(self, weights_changed: bool) -> None:
-        self._enqueue(self.step + 1)
+        self._gather_and_enqueue(self.step + 1)
         if weights_changed:
             self.momentum.update(self.options.momentum_at(self.step, self.steps))
         self.step += 1
 
-    def _enqueue(self, born: int) -> None:
+    def _gather_and_enqueue(self, born: int) -> None:
         """Add the new keys of all ranks to the queue. The ranks exchange the keys first, if they have not yet done so.
         born: the step from which the metric queue_age counts the age of these keys."""
         self.gather_new_vectors(None)
@@ -296,7 +298,7 @@ class Moco:
         self.step_keys = None
 
     def enqueue_new_vectors(self) -> int:
-        self._enqueue(self.step)
+        self._gather_and_enqueue(self.step)
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:

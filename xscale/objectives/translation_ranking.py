@@ -18,7 +18,7 @@ from torch import Tensor
 from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.objectives.ppa import hash_texts, pooling_gather, sentence_sequences
+from xscale.objectives.ppa import gather_cls_or_text_sum, hash_texts, sentence_sequences
 from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
 from xscale.recipe import STRICT, NotNegative
 
@@ -56,8 +56,8 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     return StreamBatch(
         sequences=concat_sequences(first, second),
         states={
-            "first": pooling_gather(first, options.pooling),
-            "second": pooling_gather(second, options.pooling).shift(len(first.ids)),
+            "first": gather_cls_or_text_sum(first, options.pooling),
+            "second": gather_cls_or_text_sum(second, options.pooling).shift(len(first.ids)),
         },
         target_counts={"ranking": len(pairs)},
         samples=len(pairs),

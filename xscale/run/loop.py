@@ -139,7 +139,7 @@ class Trainer:
                 rank=self.context.process.rank,
                 world=self.context.process.world,
                 measure=measure and keeps_whole_weights(engine),
-                vector_counts=agreed.vector_counts,
+                vector_counts_of_ranks=agreed.vector_counts_of_ranks,
             )
         except NotFinite as error:  # all ranks raise it under fp16
             self.metrics.raise_loss_scale_at_minimum(number, error, agreed.batch)
@@ -168,7 +168,7 @@ class Trainer:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
         self.metrics.flush()
         for lines in self.files:  # before a checkpoint says that their steps are done
-            lines.try_flush(to_disk=True)
+            lines.flush_or_keep_lines(sync=True)
         loader = self.loader
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),
@@ -185,6 +185,7 @@ class Trainer:
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
-    def close(self) -> None:
+    def finish_files(self) -> None:
+        """Write the lines that still wait, at the end of the run."""
         for lines in self.files:
             lines.finish()

@@ -71,16 +71,16 @@ class JsonLines:
         self.file = path.open("ab", buffering=0)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line. It stays in memory until `try_flush`. A number that is not finite becomes null."""
+        """Add a line. It stays in memory until `flush_or_keep_lines`. A number that is not finite becomes null."""
         if self.file:
             line = json.dumps(entry, ensure_ascii=False)
             if "NaN" in line or "Infinity" in line:
                 line = json.dumps(json.loads(line, parse_constant=lambda name: None), ensure_ascii=False)
             self.waiting += f"{line}\n".encode()
 
-    def try_flush(self, to_disk: bool = False) -> None:
-        """Write the lines that wait. If the disk is full, they keep waiting. to_disk: and sync them to the disk. Raises
-        OSError if too many lines wait."""
+    def flush_or_keep_lines(self, sync: bool = False) -> None:
+        """Write the lines that wait. If the disk is full, they keep waiting. sync: also sync the file to the disk.
+        Raises OSError if too many lines wait."""
         if self.file is None:
             return
         was_failing = self.failing
@@ -100,7 +100,7 @@ class JsonLines:
                 )
         if was_failing and not self.failing:
             LOG.warning(f"{self.path} is writable again, and xscale has written the lines that it kept in memory")
-        if to_disk and not self.failing:
+        if sync and not self.failing:
             try:
                 os.fsync(self.file.fileno())
             except OSError as error:
@@ -111,7 +111,7 @@ class JsonLines:
 
     def finish(self) -> None:
         """Write the lines that wait, at the end of the run, and log how many could not be written."""
-        self.try_flush(to_disk=True)
+        self.flush_or_keep_lines(sync=True)
         if self.waiting:
             missing = self.waiting.count(b"\n")
             LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
@@ -274,8 +274,8 @@ class RunMetrics:
         for entry in entries:
             self.lines.write(entry)
             self.log_progress_if_due(entry)
-        self.lines.try_flush()
-        self.trace.try_flush()
+        self.lines.flush_or_keep_lines()
+        self.trace.flush_or_keep_lines()
         self.board.write(entries)
         for entry, step in zip(entries, steps, strict=True):
             self.check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))

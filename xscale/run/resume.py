@@ -56,7 +56,7 @@ def find_starting_checkpoint(
     if checkpoint is None:
         return None
     checkpoint = with_corpus_positions(checkpoint, recipe, corpus)
-    check_engine(checkpoint, config)
+    check_engine_can_load(checkpoint, config)
     steps = recipe.train.steps
     if checkpoint.step >= steps and not is_checkpoint_of_run(checkpoint, args.out):
         raise UserError(
@@ -146,7 +146,7 @@ def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
         )
 
 
-def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
+def check_engine_can_load(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
     changed = run_status.list_differences(checkpoint.engine | {"stage": config.stage}, config.settings_in_checkpoint())
     if changed:

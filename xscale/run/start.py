@@ -53,7 +53,7 @@ class ResolvedRun:
 
 
 def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, status: run_status.Status) -> ExitCode:
-    """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
+    """Train one run in the existing process group: check it, claim its folder, set up the training, train. args: the
     arguments of train.py. Returns the exit code."""
     run = prepare_run(args, process, Hardware.of_this_process(), cpu_group)
     steps = run.recipe.train.steps
@@ -65,10 +65,12 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             status.set_steps_done(checkpoint.step)
             status.write_end(run_status.DONE, f"{checkpoint.step} of {steps} steps")
             return run_status.DONE
-        trainer, batches = build_trainer(args, run, context, checkpoint)
-        with closing(trainer):
+        trainer, batches = set_up_training(args, run, context, checkpoint)
+        try:
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
+        finally:
+            trainer.finish_files()
         status.write_end(code, context.stop.why if code == run_status.STOPPED else f"{trainer.done} of {steps} steps")
     return code
 
@@ -120,10 +122,11 @@ def claim_folder(
     return RunContext(out, process, cpu_group, status, stop, watch, locks)
 
 
-def build_trainer(
+def set_up_training(
     args: argparse.Namespace, run: ResolvedRun, context: RunContext, checkpoint: Checkpoint | None
 ) -> tuple[Trainer, Iterator[StepBatch]]:
-    """Return a trainer that is ready for the step after the checkpoint, or for step 1, and the batches of its steps."""
+    """Write the run's config files, build the model and the engine, and load the checkpoint. Return the trainer and the
+    batches of the steps after the checkpoint, or of all steps. With --resume DIR, later checkpoints are withdrawn."""
     process = context.process
     cpu_group = context.cpu_group
     recipe = run.recipe

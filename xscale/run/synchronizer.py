@@ -46,7 +46,7 @@ class AgreedStep(NamedTuple):
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
-    vector_counts: Mapping[str, list[int]]
+    vector_counts_of_ranks: Mapping[str, list[int]]
     """Stream -> the number of vectors that each rank computes for the auxiliary state."""
 
     def too_long_pairs(self) -> int:
@@ -111,10 +111,10 @@ class StepSynchronizer:
         if batch is None:
             message = [1, *[0] * (self.length - 1)]
         else:
-            vector_counts = dict[str, list[int]]()
+            vector_counts_of_ranks = dict[str, list[int]]()
             for stream, count in batch.auxiliary_vector_counts().items():
-                vector_counts[stream] = [0] * self.context.process.world
-                vector_counts[stream][self.context.process.rank] = count
+                vector_counts_of_ranks[stream] = [0] * self.context.process.world
+                vector_counts_of_ranks[stream][self.context.process.rank] = count
             flush = int(self.context.process.is_main and self.metrics.wants_flush())
             numbers, structure = tree_flatten(
                 {
@@ -122,7 +122,7 @@ class StepSynchronizer:
                     "cost": batch.cost(),
                     "samples": batch.sample_count(),
                     "flush": flush,
-                    "vector_counts": vector_counts,
+                    "vector_counts_of_ranks": vector_counts_of_ranks,
                 }
             )
             message = [0, int(bool(self.context.stop)), *numbers]

@@ -14,7 +14,7 @@ from typing import Any
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import LOG
-from xscale.eval.bootstrap import format_score, score_intervals
+from xscale.eval.bootstrap import format_score, intervals_of_scores
 from xscale.eval.in_training import Results, check_metric_is_measured
 from xscale.metric_keys import ALL, better_direction
 from xscale.recipe import Recipe
@@ -106,7 +106,12 @@ class Validation:
 
     def report_results(self, step: int, results: dict[str, Results], seconds: float) -> None:
         """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
-        line = {"step": step, "results": results, "intervals": score_intervals(results), "seconds": round(seconds, 3)}
+        line = {
+            "step": step,
+            "results": results,
+            "intervals": intervals_of_scores(results),
+            "seconds": round(seconds, 3),
+        }
         self.lines.write(line)
         entry: dict[str, Any] = {"step": step}
         shown = [f"evaluation after step {step} took {seconds:.1f} s"]

@@ -43,7 +43,7 @@ def default_max_tokens(
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
     per_token = activation_bytes(module.encoder, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
-    states = sum(memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
+    states = sum(peak_bytes_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
     is_padded = flat_or_padded_states(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
@@ -58,16 +58,17 @@ def typical_row_cost(tokens: int) -> dict[str, float]:
     return {"tokens": tokens, "places": read, "predictions": read, "squares": 0}
 
 
-def memory_by_purpose(
+def peak_bytes_by_purpose(
     module: StepModule,
     recipe: Recipe,
     ds_config: dict[str, Any],
     precision: str,
     world: int,
     device: str,
-    row: Mapping[str, float],
+    cost_of_largest_row: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the bytes that one rank needs at the peak of a step: purpose -> bytes. row: Row.cost of the largest row.
+    """Return the bytes that one rank needs at the peak of a step: purpose -> bytes. cost_of_largest_row: a
+    Row.cost.
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. But until the one reduction of a step, each
     rank holds all of its gradients at stages 2 and 3, too; stages 1 and 2 reduce them in place, and need buckets only
@@ -95,8 +96,9 @@ def memory_by_purpose(
         states["encoder copies and queues of objectives"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
         states["program and tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
-    states["activations"] = activation_bytes(module.encoder, width, device, row)
-    states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, row["predictions"])
+    states["activations"] = activation_bytes(module.encoder, width, device, cost_of_largest_row)
+    predictions = cost_of_largest_row["predictions"]
+    states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, predictions)
     if stage >= 3:
         return states | {"gradients": width * n / world, "unreduced gradients": width * n}
     if recipe.train.measure_every:
@@ -108,8 +110,8 @@ def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def activation_bytes(encoder: Encoder, width: int, device: str, row: Mapping[str, float]) -> float:
-    """Return the bytes that a packed row's forward pass keeps for its backward pass. row: the Row.cost of the row.
+def activation_bytes(encoder: Encoder, bytes_of_number: int, device: str, row_cost: Mapping[str, float]) -> float:
+    """Return the bytes that a packed row's forward pass keeps for its backward pass.
 
     For each token, a layer keeps 9 H + 2 F numbers, where F is the width of the feed-forward layer (4 F if it has a
     gate), and two dropout masks of H elements (with a gate: H and F). That is about 34 H bytes at 16 bits (Korthikanti
@@ -123,27 +125,27 @@ def activation_bytes(encoder: Encoder, width: int, device: str, row: Mapping[str
     if c.model_type == "modernbert":  # its feed-forward layer has a gate
         masks = c.hidden_size + c.intermediate_size
         feed_forward = 4 * c.intermediate_size
-    layer = row["tokens"] * width * (9 * c.hidden_size + feed_forward)
+    layer = row_cost["tokens"] * bytes_of_number * (9 * c.hidden_size + feed_forward)
     if device == "cpu":
-        layer += width * (row["tokens"] * masks + 2 * c.num_attention_heads * row["squares"])
+        layer += bytes_of_number * (row_cost["tokens"] * masks + 2 * c.num_attention_heads * row_cost["squares"])
     else:
-        layer += row["tokens"] * masks
+        layer += row_cost["tokens"] * masks
     skipped = 0.0
     if linears_after_last_attention(encoder):
-        behind_attention = width * (4 * c.hidden_size + feed_forward)
-        skipped = behind_attention * (row["tokens"] - row["places"])
+        behind_attention = bytes_of_number * (4 * c.hidden_size + feed_forward)
+        skipped = behind_attention * (row_cost["tokens"] - row_cost["places"])
     return c.num_hidden_layers * layer - skipped
 
 
-def vocabulary_head_bytes(encoder: Encoder, width: int, device: str, predictions: float) -> float:
+def vocabulary_head_bytes(encoder: Encoder, bytes_of_number: int, device: str, predictions: float) -> float:
     """Return the bytes of a chunk of logits, of a block of fp32 probabilities on a CPU, and of the head weight's
     gradient in fp32 and, if it has 16 bits, in these. predictions: those of a row."""
     c = encoder.lm.config
-    rows = min(chunk_rows(device, c.vocab_size, width), predictions)
-    logits = rows * width
+    rows = min(chunk_rows(device, c.vocab_size, bytes_of_number), predictions)
+    logits = rows * bytes_of_number
     if device == "cpu":
         logits += 4 * min(BLOCK, rows)
-    narrow = width if width < 4 else 0
+    narrow = bytes_of_number if bytes_of_number < 4 else 0
     return c.vocab_size * (logits + c.hidden_size * (4 + narrow))
 
 

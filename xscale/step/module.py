@@ -39,14 +39,14 @@ class Sums:
     values_K: Tensor
 
     @staticmethod
-    def concatenate_as_fp64(parts: list["Sums"], like: Tensor) -> "Sums":
-        """Return the sums of all parts as one vector in fp64. like: a tensor on the device of the parts. Its data type
-        can represent the numbers of each part."""
+    def concatenate_as_fp64(parts: list["Sums"], device: torch.device, common_dtype: torch.dtype) -> "Sums":
+        """Return the sums of all parts as one vector in fp64. common_dtype: a data type that can represent the numbers
+        of each part."""
         keys = list[MetricKey]()
-        values = [like.new_zeros(0)]
+        values = [torch.zeros(0, dtype=common_dtype, device=device)]
         for part in parts:
             keys += part.keys
-            values.append(part.values_K.to(like.dtype))
+            values.append(part.values_K.to(common_dtype))
         return Sums(keys, torch.cat(values).double())
 
     @staticmethod
@@ -155,9 +155,9 @@ class StepModule(nn.Module):
     ) -> tuple[Tensor, Sums]:
         """Return the row's loss, and its sums of losses and metrics without gradient.
 
-        row: a row on the device. precomputed: the row's element of what `precompute_states` in step.py returns.
-        prediction_weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in step.py
-        explains why.
+        row: a row on the device. precomputed: the row's element of what `precompute_and_gather_states` in step.py
+        returns. prediction_weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in
+        step.py explains why.
         """
         states = encoder_states(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
@@ -179,7 +179,7 @@ class StepModule(nn.Module):
             )
             loss = loss + loss_of_predictions
             sums = sums_of_predictions + sums  # metrics are reported in this order
-        return loss, Sums.concatenate_as_fp64(sums, like=loss.detach())
+        return loss, Sums.concatenate_as_fp64(sums, loss.device, loss.dtype)
 
     def predict_tokens(
         self, row: Row, predictions: list[tuple[str, Prediction]], prediction_weights_M: Tensor, largest_weight: float

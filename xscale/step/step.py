@@ -53,8 +53,8 @@ Seed = tuple[str | int, ...]
 def compute_row_loss(module: Any, row: Row, precomputed: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
     """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the sums of the row.
 
-    row: a row on the device. precomputed: the row's element of what `precompute_states` returns. Every pass with the
-    same seed draws the same dropout masks.
+    row: a row on the device. precomputed: the row's element of what `precompute_and_gather_states` returns. Every pass
+    with the same seed draws the same dropout masks.
 
     `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
     1 / targets may be below what fp16 can represent. The head therefore gets prediction_weights_M = weight /
@@ -77,7 +77,7 @@ def optimizer_step(
     rank: int,
     world: int,
     measure: bool = False,
-    vector_counts: Mapping[str, list[int]] = {},
+    vector_counts_of_ranks: Mapping[str, list[int]] = {},
 ) -> StepResult:
     """Train on the rows of one step.
 
@@ -85,7 +85,7 @@ def optimizer_step(
     all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
     counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure: measure the gradient
-    norm of each stream. vector_counts: stream -> number of vectors of each rank that enter the stream's queue.
+    norm of each stream. vector_counts_of_ranks: stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
@@ -94,7 +94,7 @@ def optimizer_step(
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
-    precomputed = precompute_states(engine.module, rows, seeds, vector_counts)
+    precomputed = precompute_and_gather_states(engine.module, rows, seeds, vector_counts_of_ranks)
     norms = dict[str, Tensor]()
     if measure:
         norms = gradient_norms(engine, rows, precomputed, weights, seeds)
@@ -130,7 +130,7 @@ def sum_evaluation_losses(
         rows = [row.to(engine.device) for row in rows]
         seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
         sums_of_rows = list[Sums]()
-        for row, states, seed in zip(rows, precompute_states(module, rows, seeds), seeds, strict=True):
+        for row, states, seed in zip(rows, precompute_and_gather_states(module, rows, seeds), seeds, strict=True):
             show_progress()
             _, sums = compute_row_loss(module, row, states, weights, seed)
             sums_of_rows.append(sums)
@@ -183,16 +183,16 @@ def group_rows_by_tokens(tokens: list[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def precompute_states(
-    module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts: Mapping[str, list[int]] = {}
+def precompute_and_gather_states(
+    module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts_of_ranks: Mapping[str, list[int]] = {}
 ) -> list[States]:
     """Return the states that each row's losses read in addition to those of the row's forward pass: the states of the
     auxiliary encoders and, for objectives that compare the samples of a whole step, the vectors of all rows and ranks.
-    Also let the auxiliary states gather their vectors from all ranks. vector_counts: see `optimizer_step`."""
+    Also let the auxiliary states gather their vectors from all ranks. vector_counts_of_ranks: see `optimizer_step`."""
     precomputed = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
-            auxiliary_state.gather_new_vectors(vector_counts.get(stream))
+            auxiliary_state.gather_new_vectors(vector_counts_of_ranks.get(stream))
     if module.streams_with_vectors():
         add_vectors_of_step(precomputed, module, rows, seeds)
     return precomputed
