@@ -142,7 +142,7 @@ def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams)).next_plan_of_rank()
     for stream in loader.last_streams:
         name = stream.name
-        full = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))[0]
+        full = dataset.collate_rows(stream, plan, dataset.read_and_tokenise(stream, plan))[0]
         empty: StreamBatch = stream.objective.collate([], stream.options, dataset.stream_context(stream))
         empty = replace(empty, language_groups=stream.language_groups)  # as the loader does
         for field in (field for field in fields(StreamBatch) if field.name != "pair_counts"):  # set by the loader

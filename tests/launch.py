@@ -232,7 +232,7 @@ def pieces_of(loader: Loader, steps: int) -> Iterator[dict[str, StreamBatch]]:
         plan = mixture.next_plan_of_rank()
         stream_batches = {}
         for stream in loader.last_streams:
-            (stream_batches[stream.name],) = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
+            (stream_batches[stream.name],) = dataset.collate_rows(stream, plan, dataset.read_and_tokenise(stream, plan))
         yield stream_batches
 
 

@@ -176,7 +176,7 @@ def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Toke
     words = ["Peter", "will", "xx", "shaka", "doj"]
     (tmp_path / "en-xx.txt").write_text("".join(f"{w} {w}\n" for w in words) + "Peter shaka\nwill doj\n")
     lexicon = load_lexicon(tmp_path / "en-xx.txt", tokenizer)
-    source, target = lexicons.differing_entries((lexicon,), False)
+    source, target = lexicons.ids_of_differing_entries((lexicon,), False)
     assert len(source.lengths) == len(target.lengths) == 2
     context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
     stream_batch = align_mlm.collate(

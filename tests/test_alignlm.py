@@ -21,7 +21,7 @@ from tests.streams import make_dataset, make_mixture
 from tests.test_encoder import CONFIGS
 from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
-from xscale.data.ragged import distinct_pairs, indices_within
+from xscale.data.ragged import concatenated_ranges, distinct_pairs
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
@@ -113,7 +113,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     identities = np.zeros(2, dtype=np.uint64)
     zeros = np.zeros(14, dtype=int)
     sequences = Sequences(
-        ids.flatten().numpy(), lengths, indices_within(lengths), zeros, zeros, None, identities, zeros[:2]
+        ids.flatten().numpy(), lengths, concatenated_ranges(lengths), zeros, zeros, None, identities, zeros[:2]
     )
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
     states = {"masked": Gather.single(places), "linked": partners}
@@ -216,8 +216,8 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
-    examples = dataset.examples(stream, plan)
-    seen, found = 0, dataset.stream_batches(stream, plan, examples)
+    examples = dataset.read_and_tokenise(stream, plan)
+    seen, found = 0, dataset.collate_rows(stream, plan, examples)
     keys_left = iter([example.key for example in examples])
     for stream_batch, count in zip(found, plan.record_counts_of_rows("alignlm"), strict=True):
         keys = list(islice(keys_left, count))
@@ -264,6 +264,6 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"))
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_plan_of_rank()
-    stream_batches = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
+    stream_batches = dataset.collate_rows(stream, plan, dataset.read_and_tokenise(stream, plan))
     too_long = MetricKey("too_long", "alignlm")
     assert sum(stream_batch.pair_counts[too_long] for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -24,7 +24,7 @@ from data_tools.command import run
 from data_tools.readers import input_files, read_checked_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source
-from xscale.data.stream import select_sources
+from xscale.data.stream import select_source_indices
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, map_in_threads, publish, write_text
@@ -273,16 +273,20 @@ def test_training_a_tokenizer_on_nothing(tmp_path: Path) -> None:
 
 def test_languages_without_data(demo: Path) -> None:
     sources = [Source(demo / name) for name in ("mono_en", "mono_xx", "pairs")]
-    assert select_sources("s", "mono", None, sources) == (0, 1)
-    assert select_sources("s", "mono", ["xx"], sources) == (1,)
-    assert select_sources("s", "pair", ["en", "xx"], sources) == select_sources("s", "pair", ["en-xx"], sources) == (2,)
-    assert select_sources("s", "pair", ["xx-en"], sources) == (2,)
+    assert select_source_indices("s", "mono", None, sources) == (0, 1)
+    assert select_source_indices("s", "mono", ["xx"], sources) == (1,)
+    assert (
+        select_source_indices("s", "pair", ["en", "xx"], sources)
+        == select_source_indices("s", "pair", ["en-xx"], sources)
+        == (2,)
+    )
+    assert select_source_indices("s", "pair", ["xx-en"], sources) == (2,)
     with pytest.raises(UserError, match=r"streams\.s reads monolingual text in de, but --data has only en "):
-        select_sources("s", "mono", ["en", "de"], sources)
+        select_source_indices("s", "mono", ["en", "de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads sentence pairs in en-de"):
-        select_sources("s", "pair", ["en-de"], sources)
+        select_source_indices("s", "pair", ["en-de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads sentence pairs.*en \(mono\)"):
-        select_sources("s", "pair", None, sources[:2])
+        select_source_indices("s", "pair", None, sources[:2])
 
 
 def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> None:
@@ -294,11 +298,11 @@ def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> N
         write_shards.main([str(argument) for argument in argv])
     sources = [Source(tmp_path / name) for name in ("forth", "back", "other")]
     for languages in (["en-hi"], ["hi-en"], ["en", "hi"], ["en-hi", "hi-en"]):
-        assert select_sources("s", "pair", languages, sources) == (0, 1)
+        assert select_source_indices("s", "pair", languages, sources) == (0, 1)
     with pytest.raises(
         UserError, match=r"reads sentence pairs in hi-de, but .* only en-hi .*, en-hi .*, de-en \(pair\)"
     ):
-        select_sources("s", "pair", ["hi-de", "hi-en"], sources)
+        select_source_indices("s", "pair", ["hi-de", "hi-en"], sources)
 
 
 def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

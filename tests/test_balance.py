@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xscale.data.balance import FEWEST_BINS, FREE_SHARE, ROUNDS, assign_to_bins, assign_to_rows
+from xscale.data.balance import FEWEST_BINS, FREE_SHARE, ROUNDS, assign_to_emptiest_bins, assign_to_rows
 
 NO_BUDGET = 1 << 40
 
@@ -95,7 +95,7 @@ def test_a_pure_function(tokens: list[int], world: int, max_tokens: int) -> None
 def test_no_bin_is_far_above_another(tokens: list[int], bins: int) -> None:
     """Not above the fullest that the average, or the longest sample, needs by more than one sample of each portion."""
     longest_first = np.sort(np.array(tokens))[::-1]
-    filled = np.bincount(assign_to_bins(longest_first, bins), weights=longest_first, minlength=bins)
+    filled = np.bincount(assign_to_emptiest_bins(longest_first, bins), weights=longest_first, minlength=bins)
     assert filled.sum() == sum(tokens)
     assert filled.max() <= max(sum(tokens) / bins, max(tokens)) + 2 * max(tokens)
 
@@ -120,7 +120,7 @@ def test_deal_is_what_it_says(tokens: list[int], bins: int) -> None:
     """Bins of live runs: another way of dealing would give a resumed step other rows, and with dropout another loss."""
     longest_first = sorted(tokens, reverse=True)
     assert len(tokens) <= ROUNDS * bins
-    assert assign_to_bins(np.array(longest_first), bins).tolist() == plainly(longest_first, bins)
+    assert assign_to_emptiest_bins(np.array(longest_first), bins).tolist() == plainly(longest_first, bins)
 
 
 def test_equal_lengths_keep_their_order() -> None:
@@ -128,13 +128,13 @@ def test_equal_lengths_keep_their_order() -> None:
     tokens = np.tile([7, 9, 8], 500)
     longest_first = sorted(range(1500), key=lambda i: -tokens[i])
     bins, _ = assign_to_rows(tokens, 4, NO_BUDGET)
-    assert bins[longest_first].tolist() == assign_to_bins(tokens[longest_first], 4).tolist()
+    assert bins[longest_first].tolist() == assign_to_emptiest_bins(tokens[longest_first], 4).tolist()
 
 
 def test_there_and_back() -> None:
     """Where a step has many rounds, several are dealt out at once."""
     tokens = np.full(2 * ROUNDS * 4, 7)
-    assert assign_to_bins(tokens, 4)[:8].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert assign_to_emptiest_bins(tokens, 4)[:8].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 # 2. Budgets

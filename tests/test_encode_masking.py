@@ -18,7 +18,7 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests import launch
 from tests.plain import originals, sequences_of
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import concatenated_ranges
 from xscale.data.sequences import Example, Sequences, join_segments, join_sentences
 from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
 from xscale.data.tokenizer import Tokenizer
@@ -248,7 +248,7 @@ def flat(ids: np.ndarray, length: int, words: np.ndarray | None = None, seed: in
     identities = np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
     zeros = np.zeros(len(ids), dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
-    return Sequences(ids, lengths, indices_within(lengths), zeros, zeros, words, identities, starts)
+    return Sequences(ids, lengths, concatenated_ranges(lengths), zeros, zeros, words, identities, starts)
 
 
 def within(successes: int, trials: int, p: float, sigmas: float = 5) -> bool:

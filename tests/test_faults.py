@@ -69,7 +69,10 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
     (tmp_path / "mono" / "entries").unlink()
     idx = next((tmp_path / "mono").glob("*.idx"))
     idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
-    for look in (lambda source: source.read(0, 4), lambda source: source.lengths_and_continuations(0, slice(None))[1]):
+    for look in (
+        lambda source: source.read(0, 4),
+        lambda source: source.byte_lengths_and_continuations(0, slice(None))[1],
+    ):
         with pytest.raises(UserError, match=rf"{idx.name} does not have the checksum .*xscale data index"):
             look(Source(tmp_path / "mono"))
 
@@ -344,7 +347,7 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
         shard, number = next(place for place in places if source.read(*place).key == key)
         path = source.directory / source.shards[shard].name
         undamaged = path.read_bytes()
-        at = int(source.entries(shard)["offset"][number]) + 20
+        at = int(source.index_entries(shard)["offset"][number]) + 20
         path.write_bytes(undamaged[:at] + b"\0" + undamaged[at + 1 :])
         try:
             launch.loader_of(run)

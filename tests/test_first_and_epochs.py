@@ -53,7 +53,7 @@ def consumed(loader: Loader, steps: int) -> dict[str, list[str]]:
     for _ in range(steps):
         plan = mixture.next_plan_of_rank()
         for stream in loader.last_streams:
-            keys.setdefault(stream.name, []).extend(example.key for example in dataset.examples(stream, plan))
+            keys.setdefault(stream.name, []).extend(example.key for example in dataset.read_and_tokenise(stream, plan))
     return keys
 
 

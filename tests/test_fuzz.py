@@ -97,7 +97,7 @@ def state_of(directory: Path) -> Any:
         map_in_threads(source.check_local_files, source.shards)
         for shard, count in enumerate(source.counts.tolist()):
             records = [source.renumber_links_by_xscale_words(source.read(shard, record)) for record in range(count)]
-            follows = source.lengths_and_continuations(shard, slice(None))[1].tolist()
+            follows = source.byte_lengths_and_continuations(shard, slice(None))[1].tolist()
             found.append((source.langs_name, records, follows))
     return found
 

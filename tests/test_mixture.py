@@ -17,7 +17,7 @@ from xscale.data.mixture import (
     Mixture,
     Plan,
     PlanTable,
-    choose_sources_evenly,
+    draw_sources_systematically,
     groups_by_sorted_order,
     plain_groups_by_sorted_order,
     stream_weights,
@@ -46,7 +46,7 @@ class FakeSource:
     def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.sizes[shard][records]
 
-    def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+    def byte_lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         return self.byte_lengths(shard, records), self.on[shard][records]
 
 
@@ -313,6 +313,6 @@ def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypa
         source = np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), len(weights) - 1)
         expected = np.empty(samples, dtype=np.int64)
         expected[np.argsort(drawn[:-1], kind="stable")] = source
-        assert (choose_sources_evenly(weights, samples, np.uint64(number)) == expected).all()
+        assert (draw_sources_systematically(weights, samples, np.uint64(number)) == expected).all()
         ends = np.searchsorted(source, np.arange(len(weights)), side="right")
         assert (plain_groups_by_sorted_order(drawn[:-1], ends) == groups_by_sorted_order(drawn[:-1], ends)).all()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, arrange_text
+from xscale.data.order import EpochOrder, shuffle_and_pack_text
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -202,7 +202,7 @@ def test_samples_are_full(sentences: int) -> None:
     draw = np.random.default_rng(0)
     sizes = np.maximum(draw.gamma(2, 14, 50_000).astype(np.int64), 1)
     follows = (draw.random(50_000) > 1 / sentences) & (np.arange(50_000) > 0)
-    _, ends = arrange_text(sizes, follows, 480, np.uint64(7))
+    _, ends = shuffle_and_pack_text(sizes, follows, 480, np.uint64(7))
     assert sizes.sum() / len(ends) > 0.95 * 480
 
 

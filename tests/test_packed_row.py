@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.data.packed_row import Row, Tokens, lay_out_longest_first, pack_row
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import concatenated_ranges
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import Gather, StreamBatch
 from xscale.metric_keys import MetricKey, loss_key
@@ -26,7 +26,7 @@ def sequences(lengths: list[int], first: int = 1000) -> Sequences:
     sizes = np.array(lengths, dtype=np.int64)
     identities = np.arange(len(lengths), dtype=np.uint64)
     starts = np.cumsum(sizes) - sizes
-    return Sequences(ids, sizes, indices_within(sizes) // 2, 1 + ids % 3, ids % 2, None, identities, starts)
+    return Sequences(ids, sizes, concatenated_ranges(sizes) // 2, 1 + ids % 3, ids % 2, None, identities, starts)
 
 
 PARTS = st.lists(LENGTHS, min_size=1, max_size=4).map(

@@ -23,7 +23,7 @@ from tests.launch import open_run
 from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import planner, shards
-from xscale.data.loader import load_batches, worker_count
+from xscale.data.loader import start_batch_workers, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
@@ -42,7 +42,7 @@ class Plans(Dataset):
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
     plans = start_planner(run, steps) if workers else (run.next_plan_of_rank() for _ in range(steps))
-    return load_batches(plans, dataset, workers)
+    return start_batch_workers(plans, dataset, workers)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,12 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
     """After the steps before it."""
 
     class Damaged(FakeSource):
-        def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        def byte_lengths_and_continuations(
+            self, shard: int, records: np.ndarray | slice
+        ) -> tuple[np.ndarray, np.ndarray]:
             if shard == 1:
                 raise UserError("xx-000001.idx is damaged")
-            return super().lengths_and_continuations(shard, records)
+            return super().byte_lengths_and_continuations(shard, records)
 
     source: Any = Damaged("en-xx", [300] * 3)
     run = mixture(sources=[source], streams=[pairs("tlm", (0,), 30)])

@@ -160,7 +160,7 @@ def samples_of(loader: Loader) -> tuple[dict[str, StreamBatch], dict[str, list[E
     dataset, plan = loader.dataset(), mixture.next_plan_of_rank()
     examples = {}
     for stream in loader.last_streams:
-        examples[stream.name] = dataset.examples(stream, plan)
+        examples[stream.name] = dataset.read_and_tokenise(stream, plan)
     return stream_batches, examples
 
 

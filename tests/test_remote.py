@@ -114,7 +114,7 @@ def records_of(source: Source) -> list[Any]:
     """All that is read of a source."""
     read: list[Any] = []
     for shard, count in enumerate(source.counts):
-        read += [array.tolist() for array in source.lengths_and_continuations(shard, slice(None))]
+        read += [array.tolist() for array in source.byte_lengths_and_continuations(shard, slice(None))]
         for record in range(count):
             read.append((source.read(shard, record), source.continues_document(shard, record)))
     return read
@@ -213,7 +213,7 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(server: type[Handler], tm
     before = far.read(2, 5)
     path = far.directory / far.shards[2].name
     data = path.read_bytes()
-    first = far.entries(2)["offset"][1]
+    first = far.index_entries(2)["offset"][1]
     path.write_bytes(data[:first] + b"x" * (len(data) - first))
     readers = [open_pairs(server, tmp_path) for _ in range(3)]
     for reader in readers:

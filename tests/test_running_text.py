@@ -94,7 +94,7 @@ def indexed(source: Source) -> Documents:
     found: Documents = []
     for shard, count in enumerate(source.counts):
         for record, follows in zip(
-            range(count), source.lengths_and_continuations(shard, slice(None))[1].tolist(), strict=True
+            range(count), source.byte_lengths_and_continuations(shard, slice(None))[1].tolist(), strict=True
         ):
             numbers = [
                 int("".join(str("abcdefghij".index(c)) for c in w[1:]))
@@ -123,8 +123,8 @@ class Run:
         found: list[list[int]] = []
         while self.mixture.state["positions"]["mlm"][0][0] == 0:
             plan = self.mixture.next_plan_of_rank()
-            examples = self.dataset.examples(self.stream, plan)
-            for stream_batch in self.dataset.stream_batches(self.stream, plan, examples):
+            examples = self.dataset.read_and_tokenise(self.stream, plan)
+            for stream_batch in self.dataset.collate_rows(self.stream, plan, examples):
                 found += originals(stream_batch)
         return found
 
@@ -181,7 +181,7 @@ def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("One here. Two here.\nThree.\nFour is it. Five is it. Six!\n")
     write_shards.main(["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.lengths_and_continuations(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
+    assert source.byte_lengths_and_continuations(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
     assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
 
 
@@ -191,7 +191,7 @@ def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
     arguments = ["mono", "--text", str(tmp_path / "a"), str(tmp_path / "b"), "--lang", "en"]
     write_shards.main([*arguments, "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.lengths_and_continuations(0, slice(None))[1].tolist() == [False, True, False] * 2
+    assert source.byte_lengths_and_continuations(0, slice(None))[1].tolist() == [False, True, False] * 2
 
 
 def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -> None:
@@ -312,7 +312,7 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
     found: list[list[str]] = []
     for shard, count in enumerate(source.counts):
         for record, follows in zip(
-            range(count), source.lengths_and_continuations(shard, slice(None))[1].tolist(), strict=True
+            range(count), source.byte_lengths_and_continuations(shard, slice(None))[1].tolist(), strict=True
         ):
             found.append([]) if not follows else None
             found[-1].append(source.read(shard, record).texts[0])

@@ -416,9 +416,9 @@ def keep_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """keep_open(n): at most n files stay open, and none that other tests have left."""
 
     def keep(most: int) -> None:
-        shards.file_opener().cache_clear()
+        shards.cached_file_opener().cache_clear()
         monkeypatch.setattr(shards.resource, "getrlimit", lambda limit: (2 * most, 2 * most))
-        monkeypatch.setattr(shards, "file_opener", cache(shards.file_opener.__wrapped__))
+        monkeypatch.setattr(shards, "cached_file_opener", cache(shards.cached_file_opener.__wrapped__))
 
     return keep
 
@@ -432,7 +432,7 @@ def test_few_files_are_open_at_once(keep_open, mono: Path, shard_records) -> Non
         assert len(os.listdir("/proc/self/fd")) <= before + 4
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it
     assert again.read(1, 5) == source.read(1, 5)
-    shards.file_opener().cache_clear()
+    shards.cached_file_opener().cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -468,8 +468,8 @@ def test_half_of_the_system_s_limit_of_open_files_is_used(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr(shards, "file_opener", cache(shards.file_opener.__wrapped__))
-    assert shards.file_opener().cache_parameters()["maxsize"] == most
+    monkeypatch.setattr(shards, "cached_file_opener", cache(shards.cached_file_opener.__wrapped__))
+    assert shards.cached_file_opener().cache_parameters()["maxsize"] == most
 
 
 def test_find_sources(demo: Path, mono: Path) -> None:

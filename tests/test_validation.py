@@ -109,7 +109,7 @@ def test_losses_by_language(demo: Path) -> None:
     pairs = next(stream for stream in loader.last_streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in dataset.examples(pairs, plan):
+    for example in dataset.read_and_tokenise(pairs, plan):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from xscale.data.corpus import Corpus
-from xscale.data.loader import Loader, raise_failure, worker_count
+from xscale.data.loader import Loader, batch_or_raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
 from xscale.ranks import CpuGroup, Process
@@ -87,7 +87,7 @@ def measure_requirements(
     mixture = loader.mixture(process, device, initial_state(loader.last_streams))
     dataset = loader.dataset()
     plan = mixture.next_plan()
-    first = raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
+    first = batch_or_raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} processes on {device}; a step has about "
@@ -101,7 +101,7 @@ def measure_requirements(
             f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
         )
     begin = time.perf_counter()
-    second = raise_failure(dataset[mixture.next_plan_of_rank()])
+    second = batch_or_raise_failure(dataset[mixture.next_plan_of_rank()])
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
     yield (

@@ -90,7 +90,7 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
     rows = table.select(in_groups)._replace(row=row[in_groups])
     plan = Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0)
-    batches = dataset.stream_batches(stream, plan, dataset.examples(stream, plan))
+    batches = dataset.collate_rows(stream, plan, dataset.read_and_tokenise(stream, plan))
     return correction_from_groups(
         estimated_tokens,
         groups,

@@ -13,8 +13,8 @@ from xscale.data.stream import (
     Stream,
     check_data_languages,
     languages_meant,
-    matches_languages,
-    select_sources,
+    lists_language_or_pair,
+    select_source_indices,
     unify_language_names,
 )
 from xscale.data.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
     check_data_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         objective = objectives[stream.objective]
-        chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
+        chosen = select_source_indices(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
             # One rank does it, because it reads a record of each source whose index.json has no `linked`.
             chosen = cpu_group.value_from_main(partial(select_sources_with_word_links, name, chosen, sources))
@@ -198,14 +198,14 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
     """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has, or if some
     pairs of a source have none."""
-    with_links = tuple(number for number in chosen if sources[number].linked_pairs)
+    with_links = tuple(number for number in chosen if sources[number].linked_pair_count)
     for number in with_links or chosen[:1]:
         source = sources[number]
         pairs = source.index["records"]
-        if source.linked_pairs < pairs:
+        if source.linked_pair_count < pairs:
             raise UserError(
-                f"streams.{stream} needs word alignments, and {pairs - source.linked_pairs:,} of the {pairs:,} pairs "
-                f"in {source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
+                f"streams.{stream} needs word alignments, and {pairs - source.linked_pair_count:,} of the {pairs:,} "
+                f"pairs in {source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
                 "--align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` and "
                 f"the source `shards: {source.directory}`"
             )
@@ -265,7 +265,7 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
     language."""
     if languages is None:
         return True
-    return matches_languages(languages, lexicon.langs) or (
+    return lists_language_or_pair(languages, lexicon.langs) or (
         len(languages) == 1 and bool(languages_meant(languages[0], lexicon.langs))
     )
 

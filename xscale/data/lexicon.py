@@ -134,7 +134,7 @@ def same_length_translations(lexicons: tuple[Lexicon, ...], language: str) -> di
 
 
 @lru_cache(maxsize=16)
-def differing_entries(lexicons: tuple[Lexicon, ...], single_tokens_only: bool) -> tuple[Ragged, Ragged]:
+def ids_of_differing_entries(lexicons: tuple[Lexicon, ...], single_tokens_only: bool) -> tuple[Ragged, Ragged]:
     """Return the token ids of the source sides, and those of the target sides, of all entries whose sides differ: N
     lists each. single_tokens_only: only entries that have one token on each side."""
     sources = list[list[int]]()
@@ -153,14 +153,16 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     file_entries = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
     source_words, target_words = zip(*file_entries, strict=True)
-    sources = _encode(list(source_words), tokenizer, path)
-    targets = _encode(list(target_words), tokenizer, path)
+    sources = _token_ids_of_words(list(source_words), tokenizer, path)
+    targets = _token_ids_of_words(list(target_words), tokenizer, path)
     words = list[tuple[str, str]]()
     source_ids = list[list[int]]()
     target_ids = list[list[int]]()
     for entry, source, target in zip(file_entries, sources, targets, strict=True):
         if source and target and unknown not in (*source, *target):
-            words.append((_entry_text(entry[0], source, tokenizer), _entry_text(entry[1], target, tokenizer)))
+            words.append(
+                (_text_of_word_or_ids(entry[0], source, tokenizer), _text_of_word_or_ids(entry[1], target, tokenizer))
+            )
             source_ids.append(source)
             target_ids.append(target)
     if not words:
@@ -173,7 +175,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, len(file_entries) - len(words))
 
 
-def _entry_text(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
+def _text_of_word_or_ids(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the word, or the text of the tokens if the dictionary has token ids in its place. So both forms have the
     same hash, and are withheld together."""
     if not _IDS.fullmatch(word):
@@ -181,7 +183,7 @@ def _entry_text(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     return str(tokenizer.hf.decode(ids)).strip()
 
 
-def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
+def _token_ids_of_words(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
     """Return the token ids of each word. Each distinct word is encoded once. Raises UserError for an id that the
     tokenizer does not have."""
     ids: dict[str, list[int]] = {}

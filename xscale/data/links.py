@@ -33,7 +33,7 @@ def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
         assert pair.words is not None, "word links need examples that Tokenizer.encode_words has encoded"
         first, second = pair.words
         second_start = start + len(first.is_word)
-        for i, j in pair_links(pair, (len(first.is_word), len(second.is_word))):
+        for i, j in parse_pair_links(pair, (len(first.is_word), len(second.is_word))):
             links.append((start + i, second_start + j))
         start = second_start + len(second.is_word)
         is_word_of_texts += [first.is_word, second.is_word]
@@ -42,7 +42,7 @@ def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     return links_K2, np.concatenate(is_word_of_texts)[links_K2]
 
 
-def pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
+def parse_pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
     """Return the links of a pair. word_counts: the numbers of words of its texts. Raises UserError."""
     remedy = "Write the shards again by `xscale data write_shards pairs ... --align` (or `--links FILE`)"
     if pair.links is None:

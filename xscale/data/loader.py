@@ -23,10 +23,10 @@ from xscale.data.packed_row import Row, pack_row
 from xscale.data.planner import (
     Failure,
     Plans,
-    find_node,
-    leave_signals_to_parent,
+    gather_ranks_of_node,
+    ignore_signals_and_die_with_parent,
     reportable_failure,
-    safe_forks,
+    retry_hung_forks,
     start_planner,
 )
 from xscale.data.sequences import Example
@@ -123,9 +123,9 @@ class StepDataset(Dataset):
         stream_batches = dict[str, list[StreamBatch]]()
         try:
             for stream in self.streams.at(plan.step):
-                examples = self.examples(stream, plan)
+                examples = self.read_and_tokenise(stream, plan)
                 record_keys[stream.name] = [example.key for example in examples]
-                stream_batches[stream.name] = self.stream_batches(stream, plan, examples)
+                stream_batches[stream.name] = self.collate_rows(stream, plan, examples)
         except (UserError, OSError) as error:
             # DataLoader would wrap a raised error, and lose its errno and file.
             return reportable_failure(error, f"step {plan.step + 1}: ")
@@ -135,7 +135,7 @@ class StepDataset(Dataset):
             rows.append(pack_row(row_batches, context.tokenizer.sep_id))
         return StepBatch(plan.step, rows, plan.state, record_keys)
 
-    def stream_batches(self, stream: Stream, plan: Plan, examples: list[Example]) -> list[StreamBatch]:
+    def collate_rows(self, stream: Stream, plan: Plan, examples: list[Example]) -> list[StreamBatch]:
         """Return the stream's part of each packed row. examples: those of the plan's records, in their order, which is
         that of the rows."""
         stream_batches = list[StreamBatch]()
@@ -170,7 +170,7 @@ class StepDataset(Dataset):
             language_groups=stream.language_groups,
         )
 
-    def read_records(self, stream: Stream, table: PlanTable, context: CollateContext) -> list[Record]:
+    def read_records_to_tokenise(self, stream: Stream, table: PlanTable, context: CollateContext) -> list[Record]:
         """Return the records of a stream. Very long texts of pairs are cut. If the stream's objective needs words, word
         links get the numbers of the words of data/words.py."""
         records = list[Record]()
@@ -185,14 +185,14 @@ class StepDataset(Dataset):
             records.append(record)
         return records
 
-    def examples(self, stream: Stream, plan: Plan) -> list[Example]:
+    def read_and_tokenise(self, stream: Stream, plan: Plan) -> list[Example]:
         """Read the stream's records of a plan, tokenise them together, and return an example for each record."""
         table = plan.tables[stream.name]
         context = self.stream_context(stream, plan.step)
-        records = self.read_records(stream, table, context)
+        records = self.read_records_to_tokenise(stream, table, context)
         texts = list(chain.from_iterable(record.texts for record in records))
         # A record of running text has one text, so `follows` and `texts` have the same numbers below.
-        follows = self.continues_document(table).tolist()
+        follows = self.document_continuation_flags(table).tolist()
         if context.tokenizer.keeps_space and stream.reads_running_text:
             for number, text in enumerate(texts):
                 if follows[number] and not begins_with_unspaced_script(text):
@@ -202,8 +202,8 @@ class StepDataset(Dataset):
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
-        borders = cut_points_of_long_texts(texts, ids, context) if stream.reads_running_text else {}
-        random_keys = self.random_keys(context, table)
+        borders = token_borders_of_long_texts(texts, ids, context) if stream.reads_running_text else {}
+        random_keys = self.random_keys_of_records(context, table)
         sample_numbers = table.sample.tolist()
         examples = list[Example]()
         start = 0
@@ -224,7 +224,7 @@ class StepDataset(Dataset):
             start = end
         return examples
 
-    def continues_document(self, table: PlanTable) -> np.ndarray:
+    def document_continuation_flags(self, table: PlanTable) -> np.ndarray:
         """Return True for each record that continues the document of the record before it in its sample [n_records]."""
         follows = np.zeros(len(table.sample), dtype=bool)
         follows[1:] = table.record[1:] == table.record[:-1] + 1
@@ -235,7 +235,7 @@ class StepDataset(Dataset):
             follows[number] = source.continues_document(int(table.shard[number]), int(table.record[number]))
         return follows
 
-    def random_keys(self, context: CollateContext, table: PlanTable) -> np.ndarray:
+    def random_keys_of_records(self, context: CollateContext, table: PlanTable) -> np.ndarray:
         """Return for each record the key of all random choices about it in the context's stream and this epoch, uint64
         [n_records]. It becomes Example.random_key."""
         per_stream = rng.key(context.seed, context.stream, "record")
@@ -275,7 +275,9 @@ def cut_texts_before_tokenization(pair: Record, needs_words: bool, context: Coll
     return cut._replace(links="") if needs_words else cut
 
 
-def cut_points_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
+def token_borders_of_long_texts(
+    texts: list[str], ids: list[list[int]], context: CollateContext
+) -> dict[int, list[int]]:
     """Return {index of a text that is longer than a sequence: the tokens before which it may be cut}."""
     borders = dict[int, list[int]]()
     for number, tokens in enumerate(ids):
@@ -348,7 +350,7 @@ class Loader:
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_plan_of_rank() for _ in range(steps))
-        return start_planner(mixture, steps, find_node(cpu_group) if cpu_group else None)
+        return start_planner(mixture, steps, gather_ranks_of_node(cpu_group) if cpu_group else None)
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""
@@ -358,7 +360,7 @@ class Loader:
         """Return an iterator over this rank's batch of each plan."""
         workers = worker_count(self.recipe.data.workers, process, device)
         readahead = process.local_world / process.world >= SWEPT
-        return load_batches(plans, self.dataset(readahead), workers)
+        return start_batch_workers(plans, self.dataset(readahead), workers)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
@@ -371,7 +373,7 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
     return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
 
 
-def load_batches(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[StepBatch]:
+def start_batch_workers(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[StepBatch]:
     """Return the batches of these plans. The call starts `workers` worker processes, and waits for the first plans.
     With 0 workers, this process makes the batches."""
     loader: DataLoader = DataLoader(
@@ -381,18 +383,18 @@ def load_batches(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[S
         num_workers=workers,
         prefetch_factor=2 if workers else None,
         collate_fn=lambda batch: batch,
-        worker_init_fn=lambda worker: leave_signals_to_parent(),
+        worker_init_fn=lambda worker: ignore_signals_and_die_with_parent(),
     )
-    with safe_forks():
+    with retry_hung_forks():
         started = iter(loader)
     # Workers ignore SIGTERM, and DataLoader would wait for ever after it has sent SIGTERM.
     for worker in getattr(started, "_workers", ()):
         worker.terminate = worker.kill
         atexit.register(worker.kill)
-    return map(raise_failure, started)
+    return map(batch_or_raise_failure, started)
 
 
-def raise_failure(batch: StepBatch | Failure) -> StepBatch:
+def batch_or_raise_failure(batch: StepBatch | Failure) -> StepBatch:
     """Return the batch, or raise the failure of the process that should have made it."""
     if isinstance(batch, Failure):
         raise batch

@@ -186,7 +186,7 @@ class Mixture:
         tokens: dict[str, np.ndarray] = {}
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
-            table, positions[stream.name] = self._choose_records(stream, weights)
+            table, positions[stream.name] = self._choose_records_and_positions(stream, weights)
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             correction = self.corrections.at(step).get(stream.name, Correction())
             tables[stream.name] = table
@@ -208,13 +208,13 @@ class Mixture:
         }
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
 
-    def _choose_records(self, stream: Stream, weights: np.ndarray) -> tuple[PlanTable, list[list[int]]]:
+    def _choose_records_and_positions(self, stream: Stream, weights: np.ndarray) -> tuple[PlanTable, list[list[int]]]:
         """Return the records that a stream reads in the next step, and its positions after the step, in the form of the
         state. weights: the probability of each of the stream's sources."""
         pieces = list[PlanTable]()
         positions = list[list[int]]()
         for source_index, samples, position in zip(
-            stream.sources, self._samples_by_source(stream, weights), self._positions(stream), strict=True
+            stream.sources, self._sample_numbers_by_source(stream, weights), self._positions(stream), strict=True
         ):
             source_pieces, new_position = self._take_samples(stream, source_index, samples, position)
             pieces += source_pieces
@@ -226,11 +226,11 @@ class Mixture:
         """The room: the maximum number of estimated tokens of a sample of running text in the next step."""
         return int(PACK_FILL * self.data.at(self.state["step"]).max_length)
 
-    def _samples_by_source(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
+    def _sample_numbers_by_source(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
         """Return, for each of the stream's sources, the numbers of the samples that it gives to the next step."""
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         key = rng.key(self.seed, stream.name, "source", self.state["step"])
-        chosen = read[choose_sources_evenly(weights[read], stream.samples, key)]
+        chosen = read[draw_sources_systematically(weights[read], stream.samples, key)]
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
@@ -270,7 +270,7 @@ class Mixture:
                 position = Position(position.epoch + 1, 0)
         return pieces, position
 
-    def remote_shards(self) -> Iterator[tuple[Source, int]]:
+    def remote_shards_needed_soon(self) -> Iterator[tuple[Source, int]]:
         """Yield each remote source with the number of each shard of its current window, and of the next window of the
         epoch."""
         for stream in self.streams.at(self.state["step"]):
@@ -293,7 +293,7 @@ class Mixture:
             source.counts,
             rng.key(self.seed, stream.name, "order", source.langs_name, source.fingerprint),
             position.epoch,
-            read_lengths=partial(lengths_and_continuations_of_shards, source),
+            read_lengths=partial(byte_lengths_and_continuations_of_shards, source),
             estimate=partial(self.calibration.estimated_tokens, source_index),
             rooms=rooms,
             # A fork may add sources (run/resume.py), which must not change the order of the others.
@@ -303,12 +303,12 @@ class Mixture:
         return order
 
 
-def lengths_and_continuations_of_shards(
+def byte_lengths_and_continuations_of_shards(
     source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the length in bytes of records of several shards [n], and True for each record that continues the document
     of the record before it [n]. records: the records of each shard."""
-    lengths, follows = zip(*map_in_threads(source.lengths_and_continuations, shards, records), strict=True)
+    lengths, follows = zip(*map_in_threads(source.byte_lengths_and_continuations, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
@@ -358,16 +358,16 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
-def choose_sources_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
-    """Return the number of the source of each sample. Source i is chosen weights[i] * samples times, rounded up or
-    down. weights: the probability of each source.
+def draw_sources_systematically(probabilities: np.ndarray, sample_count: int, key: np.uint64) -> np.ndarray:
+    """Return the number of the source of each sample. Source i is chosen probabilities[i] * sample_count times, rounded
+    up or down.
 
     This is systematic sampling (Madow 1949) in shuffled order. The tokens of a step vary less than with
     independent draws.
     """
-    drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
-    points = (np.arange(samples) + drawn[-1]) / samples
-    ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
+    drawn = rng.uniform(key, np.arange(sample_count + 1, dtype=np.uint64))
+    points = (np.arange(sample_count) + drawn[-1]) / sample_count
+    ends = np.append(np.searchsorted(points, np.cumsum(probabilities)[:-1]), sample_count)
     return groups_by_sorted_order(drawn[:-1], ends)
 
 

@@ -138,10 +138,12 @@ class EpochOrder:
         """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees the memory of the old part first
-            self._part = self._text_part(position) if self.rooms else self._permuted_part(position)
+            self._part = (
+                self._make_part_of_running_text(position) if self.rooms else self._make_part_of_single_records(position)
+            )
         return self._part
 
-    def _permuted_part(self, position: int) -> WindowPart:
+    def _make_part_of_single_records(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for single records."""
         window = self.window_at(position)
         window_start = self.window_starts[window]
@@ -165,7 +167,7 @@ class EpochOrder:
             lengths = self.read_lengths(shards.tolist(), chosen)[0][part.order]
         return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_NUMBERS)
 
-    def _text_part(self, position: int) -> WindowPart:
+    def _make_part_of_running_text(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""
         assert self.estimate and self.read_lengths
         window = self.window_at(position)
@@ -186,7 +188,7 @@ class EpochOrder:
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.estimate(lengths)).astype(np.int64)
-        order, sample_ends = arrange_text_with_room_changes(tokens, follows, self.rooms, begin, key)
+        order, sample_ends = shuffle_and_pack_text_with_room_changes(tokens, follows, self.rooms, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return make_compact_window_part(begin, order + skipped[order], lengths[order], sample_ends)
 
@@ -200,11 +202,12 @@ def make_compact_window_part(
     )
 
 
-def arrange_text_with_room_changes(
+def shuffle_and_pack_text_with_room_changes(
     tokens: np.ndarray, follows: np.ndarray, rooms: Sequence[tuple[int, int]], begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of `arrange_text` for a part. If the room has changed within the part, the records after the
-    change are arranged again, with the new room. rooms: see EpochOrder. begin: the part's position in the epoch."""
+    """Return the result of `shuffle_and_pack_text` for a part. If the room has changed within the part, the records
+    after the change are arranged again, with the new room. rooms: see EpochOrder. begin: the part's position in the
+    epoch."""
     *before, (_, last_room) = rooms
     ends = list[int]()
     rooms_of_part = list[int]()
@@ -213,12 +216,14 @@ def arrange_text_with_room_changes(
             ends.append(position - begin)
             rooms_of_part.append(room)
     rooms_of_part.append(last_room)
-    order, sample_ends = arrange_text(tokens, follows, rooms_of_part[0], key)
+    order, sample_ends = shuffle_and_pack_text(tokens, follows, rooms_of_part[0], key)
     for done, room in zip(ends, rooms_of_part[1:], strict=True):
         left = np.sort(order[done:])
         left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
         left_follows[0] = False
-        left_order, left_ends = arrange_text(tokens[left], left_follows, room, rng.hash64(key, np.uint64(done)))
+        left_order, left_ends = shuffle_and_pack_text(
+            tokens[left], left_follows, room, rng.hash64(key, np.uint64(done))
+        )
         order = np.append(order[:done], left[left_order])
         sample_ends = np.append(sample_ends[sample_ends <= done], left_ends + done)
     return order, sample_ends
@@ -233,21 +238,24 @@ def window_count(records_of_shards: np.ndarray, wanted_records: int) -> int:
     return min(max(windows_by_records, windows_by_shards, 1), shards)
 
 
-def arrange_text(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of records of running text [n], and the number of records up to each sample's end [samples].
+def shuffle_and_pack_text(
+    tokens_of_records: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle records of running text and pack them into samples. Return their order [n], and the number of records up
+    to each sample's end [samples].
 
-    sizes: tokens of each record [n]. follows: True for each record that continues the document of the record before it
+    follows: True for each record that continues the document of the record before it
     [n]. room: the maximum number of tokens of a sample."""
-    first = find_run_starts(sizes, np.flatnonzero(~follows), room)
+    first = find_run_starts(tokens_of_records, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
-    sample = pack_into_bins(np.add.reduceat(sizes, first)[shuffled], room)
+    sample = pack_into_bins(np.add.reduceat(tokens_of_records, first)[shuffled], room)
     # numpy sorts 16-bit numbers in linear time.
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
     sample = sample[together]
-    records = np.diff(first, append=len(sizes))[piece]
+    records = np.diff(first, append=len(tokens_of_records))[piece]
     ends = np.cumsum(records)
-    ordinals = np.arange(len(sizes)) + np.repeat(first[piece] - (ends - records), records)
+    ordinals = np.arange(len(tokens_of_records)) + np.repeat(first[piece] - (ends - records), records)
     return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
 
 

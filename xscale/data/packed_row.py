@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
+from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
@@ -217,12 +217,12 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
     longest_first = np.argsort(-lengths, kind="stable")
     starts = np.empty_like(lengths)
     starts[longest_first] = np.cumsum(lengths[longest_first]) - lengths[longest_first]
-    row_index = np.repeat(starts, lengths) + indices_within(lengths)
+    row_index = np.repeat(starts, lengths) + concatenated_ranges(lengths)
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=concatenate_in_order(ids, row_index),
-        positions=concatenate_in_order(positions, row_index),
-        types=concatenate_in_order(types, row_index) if has_types else None,
+        input_ids=concatenate_and_reorder(ids, row_index),
+        positions=concatenate_and_reorder(positions, row_index),
+        types=concatenate_and_reorder(types, row_index) if has_types else None,
         starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
@@ -230,7 +230,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
     return tokens, np.split(row_index, ends)[:-1]  # the last part is no stream batch's
 
 
-def concatenate_in_order(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:
+def concatenate_and_reorder(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:
     """Return the elements of all parts in another order, int64 [N]. new_index: the new index of each element [N]."""
     row = np.empty(len(new_index), dtype=np.int64)
     row[new_index] = np.concatenate(parts)

@@ -3,7 +3,8 @@
 The planner and the loader's workers are forked from a process that has native threads. Python 3.11 does not take the
 lock of its list of threads when it forks. If a thread of a library, such as torch, holds this lock at that moment, the
 child waits for it for ever, inside of fork (PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits
-for the child's records. So some runs on a busy machine hung at their start. `safe_forks` repeats such a fork.
+for the child's records. So some runs on a busy machine hung at their start. `retry_hung_forks` repeats such a
+fork.
 """
 
 import atexit
@@ -57,7 +58,7 @@ class Node(NamedTuple):
     """The listening socket; None on all ranks of the node but the first."""
 
 
-def find_node(cpu_group: CpuGroup) -> Node | None:
+def gather_ranks_of_node(cpu_group: CpuGroup) -> Node | None:
     """Return this rank's node, or None if the rank is alone on its node. All ranks of the run call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
@@ -88,7 +89,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
         planner = multiprocessing.Process(
             target=_run_planner, args=(mixture, steps, connect), name="planner", daemon=True
         )
-        with safe_forks():
+        with retry_hung_forks():
             planner.start()
         atexit.register(planner.kill)
         (listener or planner_end).close()  # so that the connection ends when the planner ends
@@ -152,7 +153,7 @@ def _planner_death(planner: multiprocessing.Process | None) -> RuntimeError:
 
 def _run_planner(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
-    leave_signals_to_parent()
+    ignore_signals_and_die_with_parent()
     connections = connect()
 
     def send(items: Sequence[Plan | Failure]) -> None:
@@ -166,10 +167,10 @@ def _run_planner(mixture: Mixture, steps: int, connect: Callable[[], dict[int, C
     fetchers = ThreadPoolExecutor(FETCHERS)
     try:
         for _ in range(steps):
-            for source, shard in mixture.remote_shards():
+            for source, shard in mixture.remote_shards_needed_soon():
                 if (source, shard) not in requested:
                     requested.add((source, shard))
-                    fetchers.submit(source.fetch, shard)  # the reader of the shard reports a failure
+                    fetchers.submit(source.fetch_shard, shard)  # the reader of the shard reports a failure
             send(mixture.next_plan().parts_of_ranks([*connections]))
     except (UserError, OSError) as error:
         send([reportable_failure(error)] * len(connections))
@@ -177,7 +178,7 @@ def _run_planner(mixture: Mixture, steps: int, connect: Callable[[], dict[int, C
         fetchers.shutdown(wait=False, cancel_futures=True)
 
 
-def leave_signals_to_parent() -> None:
+def ignore_signals_and_die_with_parent() -> None:
     """Ignore the signals on which the trainer stops, because only the trainer decides when to stop. Let the kernel kill
     this process when the trainer dies."""
     with suppress(OSError, AttributeError):
@@ -194,7 +195,7 @@ BEGIN_SECONDS = 20
 
 
 @contextmanager
-def safe_forks() -> Iterator[None]:
+def retry_hung_forks() -> Iterator[None]:
     """Return a context in which os.fork returns in the parent after it has returned in the child."""
     with mock.patch.object(os, "fork", partial(_fork_with_retries, os.fork)):
         yield

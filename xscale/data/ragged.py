@@ -25,7 +25,7 @@ class Ragged(NamedTuple):
     def select_lists(self, numbers: np.ndarray) -> "Ragged":
         """Return the lists with these indices."""
         lengths = self.lengths[numbers]
-        places = np.repeat(self.starts[numbers], lengths) + indices_within(lengths)
+        places = np.repeat(self.starts[numbers], lengths) + concatenated_ranges(lengths)
         return Ragged(self.values[places], lengths)
 
     @classmethod
@@ -34,7 +34,7 @@ class Ragged(NamedTuple):
         return cls(values, np.array([len(numbers) for numbers in lists], dtype=np.int64))
 
 
-def indices_within(lengths: np.ndarray) -> np.ndarray:
+def concatenated_ranges(lengths: np.ndarray) -> np.ndarray:
     """Return the numbers 0, 1, ..., n - 1 for each n in `lengths`, concatenated."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import NO_NUMBERS, indices_within
+from xscale.data.ragged import NO_NUMBERS, concatenated_ranges
 from xscale.data.tokenizer import PairTemplate, Tokenizer
 from xscale.data.words import TokenWords, join_words
 
@@ -72,7 +72,7 @@ class Sequences:
     @property
     def indices_in_sequence(self) -> np.ndarray:
         """Index of each token within its sequence [N]."""
-        return indices_within(self.lengths)
+        return concatenated_ranges(self.lengths)
 
 
 Segment = tuple[Example, int]
@@ -117,14 +117,14 @@ def join_segments(
     starts_of_texts = np.array(text_starts, dtype=np.int64)
     tokens_of_segment = np.array(segment_lengths, dtype=np.int64)
     lengths = np.array(sequence_lengths, dtype=np.int64)
-    segment_numbers = indices_within(np.array(segment_counts, dtype=np.int64))
+    segment_numbers = concatenated_ranges(np.array(segment_counts, dtype=np.int64))
     word_of_token = None
     if sequences and sequences[0][0][0].words is not None:
         word_of_token = number_words_within_sequences(sequences, starts_of_texts, len(ids))
     return Sequences(
         ids=np.array(ids, dtype=np.int64),
         lengths=lengths,
-        positions=indices_within(tokens_of_segment if reset_positions else lengths),
+        positions=concatenated_ranges(tokens_of_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), tokens_of_segment),
         segments=np.repeat(segment_numbers, tokens_of_segment),
         word_of_token=word_of_token,
@@ -141,9 +141,11 @@ def choose_template(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTempla
     return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
 
 
-def number_words_within_sequences(sequences: list[list[Segment]], text_starts: np.ndarray, tokens: int) -> np.ndarray:
+def number_words_within_sequences(
+    sequences: list[list[Segment]], text_starts: np.ndarray, token_count: int
+) -> np.ndarray:
     """Return the word number of each token within its sequence, as in Sequences.word_of_token [N]. text_starts: see
-    Sequences. tokens: N."""
+    Sequences."""
     numbers = [NO_NUMBERS]
     lengths = list[int]()
     for sequence in sequences:
@@ -154,8 +156,8 @@ def number_words_within_sequences(sequences: list[list[Segment]], text_starts: n
             numbers.append(np.where(words.word_of_token < 0, -1, words.word_of_token + first_word))
             lengths.append(len(words.word_of_token))
             first_word += len(words.is_word)
-    word_of_token = np.full(tokens, -1)
-    place = np.repeat(text_starts, lengths) + indices_within(np.array(lengths, dtype=np.int64))
+    word_of_token = np.full(token_count, -1)
+    place = np.repeat(text_starts, lengths) + concatenated_ranges(np.array(lengths, dtype=np.int64))
     word_of_token[place] = np.concatenate(numbers)
     return word_of_token
 

@@ -88,7 +88,7 @@ class Source:
         self._has_entries = True
         """False after the file `entries` could not be read."""
         if remote:
-            self._fetch_entries(remote)
+            self._fetch_entries_file(remote)
 
     @property
     def kind(self) -> str:
@@ -103,7 +103,7 @@ class Source:
         return sorted_pair_name(self.langs)
 
     @cached_property
-    def linked_pairs(self) -> int:
+    def linked_pair_count(self) -> int:
         """The number of pairs that have word links. If index.json does not say, as of an earlier version, the first
         pair tells whether all have."""
         if "linked" in self.index:
@@ -194,12 +194,12 @@ class Source:
 
     def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         """Return the length in bytes of records of one shard [n_records]."""
-        return self.lengths_and_continuations(shard, records)[0]
+        return self.byte_lengths_and_continuations(shard, records)[0]
 
-    def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+    def byte_lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Return the length in bytes of records of one shard [n_records], and True for each record that continues the
         document of the record before it [n_records]. Only the shard's entries are read."""
-        idx = self.entries(shard)
+        idx = self.index_entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
             offsets = np.ascontiguousarray(idx["offset"])
@@ -209,7 +209,7 @@ class Source:
             lengths //= parts
         return lengths, idx["length"][records] >= FOLLOWS
 
-    def entries(self, shard: int) -> np.ndarray:
+    def index_entries(self, shard: int) -> np.ndarray:
         """Return the entry of each record of a shard [n_records]. Raises UserError if the entries are damaged."""
         return np.frombuffer(self._index_entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
@@ -222,16 +222,16 @@ class Source:
         if self._has_entries:
             start = int(self.starts[shard])
             try:
-                file = self._file(ENTRIES)
-                if file.entries_fit_index(shard, start, about):
+                file = self._open_file(ENTRIES)
+                if file.entries_have_checksum(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
             except OSError:
                 self._has_entries = False
         idx_name = f"{about.name[:-4]}.idx"
         problem = "is missing"
         with suppress(FileNotFoundError):
-            file = self._file(idx_name)
-            if file.entries_fit_index(shard, 0, about):
+            file = self._open_file(idx_name)
+            if file.entries_have_checksum(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
             problem = "does not have the checksum in the index.json that the run read at its start"
         remedy = f"copy the file again, or run `xscale data index {self.directory}`"
@@ -242,13 +242,13 @@ class Source:
             f"shards. Otherwise {remedy}"
         )
 
-    def _fetch_entries(self, remote: Remote) -> None:
+    def _fetch_entries_file(self, remote: Remote) -> None:
         """Fetch the file `entries`, unless it is in the cache. Raises OSError, and UserError if there is no such
         file."""
 
         def is_download_whole(path: Path) -> bool:
             file = OpenFile(str(path))
-            return all(map(file.entries_fit_index, range(len(self.shards)), self.starts.tolist(), self.shards))
+            return all(map(file.entries_have_checksum, range(len(self.shards)), self.starts.tolist(), self.shards))
 
         try:
             remote.fetch(ENTRIES, self.records * ENTRY.size, is_download_whole)
@@ -260,9 +260,9 @@ class Source:
 
     def continues_document(self, shard: int, record: int) -> bool:
         """Return whether the record continues the document of the record before it."""
-        return bool(self._offset_length_crc(shard, record)[1] & FOLLOWS)
+        return bool(self._offset_length_crc_of_record(shard, record)[1] & FOLLOWS)
 
-    def fetch(self, shard: int, damaged_inode: int = 0) -> None:
+    def fetch_shard(self, shard: int, damaged_inode: int = 0) -> None:
         """Fetch a shard of a source at a URL, unless it is in the cache. damaged_inode: see Remote.fetch. Raises
         OSError."""
         if self.remote:
@@ -273,23 +273,23 @@ class Source:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
         file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
         data = self._read_intact_bytes(shard, record, readahead)
-        whole = self._parse(data, shard, record)
+        whole = self._parse_and_rename_languages(data, shard, record)
         if len(data) <= PART_BYTES or len(whole.texts) == 2:
             return whole
         # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
-        return self._text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
+        return self._record_of_text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
 
     def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
         """Return the bytes of a record, which have the checksum of its entry. The arguments are those of `read`. Raises
         UserError."""
-        offset, length, crc = self._offset_length_crc(shard, record)
+        offset, length, crc = self._offset_length_crc_of_record(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
         attempts = 0 if offset + length > about.bytes else 2  # a second read may succeed
         damaged_inode = 0
         for _ in range(attempts):
-            self.fetch(shard, damaged_inode)
-            file = self._file(about.name, readahead)
+            self.fetch_shard(shard, damaged_inode)
+            file = self._open_file(about.name, readahead)
             data = file.read(length, offset)
             if data and zlib.crc32(data) == crc:
                 return data
@@ -302,7 +302,7 @@ class Source:
             "names every damaged shard"
         )
 
-    def _parse(self, data: bytes, shard: int, record: int) -> Record:
+    def _parse_and_rename_languages(self, data: bytes, shard: int, record: int) -> Record:
         """Return the record that these bytes are, with the program's names of languages. Raises UserError."""
         try:
             if self.layout == "lines":
@@ -324,7 +324,7 @@ class Source:
             return parsed._replace(langs=self.langs)
         return parsed
 
-    def _text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
+    def _record_of_text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
         """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
         part's entry in the shard. max_parts: the maximum number of parts."""
         first = max(record - max_parts, 0)
@@ -338,15 +338,15 @@ class Source:
         text = stripped_piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
-    def _offset_length_crc(self, shard: int, record: int) -> tuple[int, int, int]:
+    def _offset_length_crc_of_record(self, shard: int, record: int) -> tuple[int, int, int]:
         """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
         return ENTRY.unpack(self._index_entry_bytes(shard, record, record + 1))
 
-    def _file(self, name: str, readahead: bool = False) -> "OpenFile":
+    def _open_file(self, name: str, readahead: bool = False) -> "OpenFile":
         """Return a file of the directory, open for reading. readahead: see `read`."""
-        return file_opener()(self._owner, f"{self.directory}/{name}", readahead)
+        return cached_file_opener()(self._owner, f"{self.directory}/{name}", readahead)
 
 
 class OpenFile:
@@ -361,7 +361,7 @@ class OpenFile:
         self.changed = 0
         """The file's change time when its entries were last verified."""
         self.intact: dict[int, bool] = {}
-        """Shard -> the result of entries_fit_index."""
+        """Shard -> the result of entries_have_checksum."""
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be None when the interpreter ends
         if self.fd >= 0:
@@ -374,7 +374,7 @@ class OpenFile:
             error.filename = self.path
             raise
 
-    def entries_fit_index(self, shard: int, first_entry: int, about: Shard) -> bool:
+    def entries_have_checksum(self, shard: int, first_entry: int, about: Shard) -> bool:
         """Return True if the shard's entries have the checksum of index.json. first_entry: the number of the
         shard's first entry in the file.
 
@@ -392,7 +392,7 @@ class OpenFile:
 
 
 @cache
-def file_opener() -> Callable[[object, str, bool], OpenFile]:
+def cached_file_opener() -> Callable[[object, str, bool], OpenFile]:
     """Return `open_file` with a cache of the open files. The cache is made at the first call, because a rank raises its
     limit of open files after the import."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -582,7 +582,7 @@ def sample_texts(language: str, sources: list[Source], most: int = SAMPLE) -> It
     """Yield lists of texts in a language, from at most `most` evenly spaced records of all its sources."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
-    chosen = sample_records(records, most)
+    chosen = evenly_spaced_record_runs(records, most)
     first = 0
     for source in with_language:
         end = first + source.records
@@ -594,8 +594,8 @@ def sample_texts(language: str, sources: list[Source], most: int = SAMPLE) -> It
             yield [source.read(*place).texts[side] for place in places]
 
 
-def sample_records(records: int, most: int) -> np.ndarray:
+def evenly_spaced_record_runs(record_count: int, most: int) -> np.ndarray:
     """Return the numbers of at most `most` of the records: all of them, or evenly spaced runs of RUN."""
-    if records <= most:
-        return np.arange(records)
-    return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()
+    if record_count <= most:
+        return np.arange(record_count)
+    return (evenly_spaced(record_count // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

@@ -71,7 +71,7 @@ class Stream:
         return sum(sources[source].records for source in self.active_sources)
 
 
-def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
+def lists_language_or_pair(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`. The pair (en, de) is listed by "en-de", by
     "de-en", and by "en" together with "de"."""
     return set(langs) == set().union(*(languages_meant(name, langs) for name in languages))
@@ -106,7 +106,7 @@ def unify_language_names(sources: list[Source], preferred: Collection[str] = ())
         source.rename_languages(names)
 
 
-def absent_languages(languages: list[str] | None, sources: list[Source]) -> list[str]:
+def languages_without_text(languages: list[str] | None, sources: list[Source]) -> list[str]:
     """Return the languages and pairs among `languages` in which no source has text."""
     absent = []
     for language in languages or []:
@@ -117,7 +117,7 @@ def absent_languages(languages: list[str] | None, sources: list[Source]) -> list
 
 def check_data_languages(languages: list[str] | None, sources: list[Source]) -> None:
     """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
-    absent = absent_languages(languages, sources)
+    absent = languages_without_text(languages, sources)
     if absent:
         available = set[str]()
         for source in sources:
@@ -128,16 +128,16 @@ def check_data_languages(languages: list[str] | None, sources: list[Source]) -> 
         )
 
 
-def matching_sources(record_kind: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
+def matching_source_indices(record_kind: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
     """Return the indices of the sources with this kind of record, in these languages; None: in any language."""
     chosen = list[int]()
     for number, source in enumerate(sources):
-        if source.kind == record_kind and (languages is None or matches_languages(languages, source.langs)):
+        if source.kind == record_kind and (languages is None or lists_language_or_pair(languages, source.langs)):
             chosen.append(number)
     return tuple(chosen)
 
 
-def select_sources(
+def select_source_indices(
     stream: str,
     record_kind: str,
     languages: list[str] | None,
@@ -148,8 +148,8 @@ def select_sources(
     languages; None: those of `data_languages`, which is data.languages. Raises UserError if the stream, or one of its
     own languages, has no source."""
     wanted = data_languages if languages is None else languages
-    chosen = matching_sources(record_kind, wanted, sources)
-    absent = absent_languages(languages, [sources[number] for number in chosen])
+    chosen = matching_source_indices(record_kind, wanted, sources)
+    absent = languages_without_text(languages, [sources[number] for number in chosen])
     if absent or not chosen:
         available = ", ".join(f"{source.sorted_langs_name} ({source.kind})" for source in sources)
         missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""

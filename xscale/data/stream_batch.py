@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
+from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_from_counts
 from xscale.data.sequences import Example, Sequences, truncate_pair
 from xscale.data.shards import sorted_pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -264,7 +264,7 @@ def masked_lm(
         is_neutral = rng.uniform(sequences.random_keys ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral_share
         is_neutral_N = is_neutral[sequences.sequence_of_token]
         languages = np.where(is_neutral_N, 0, languages)
-        positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)
+        positions = np.where(is_neutral_N, concatenated_ranges(sequences.lengths), positions)
     return StreamBatch(
         sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
         states={"masked": Gather.single(targets)},

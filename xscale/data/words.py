@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import concatenated_ranges
 
 TABLE = Path(__file__).with_name("words.txt")
 
@@ -211,7 +211,7 @@ def _pairs_of_token_and_word(segmented: Segmented, spans: np.ndarray) -> tuple[n
     last = np.where(has_word, segmented.word_of[last_inside[end - 1]], -1)
     counts = last - first + 1
     tokens = np.repeat(np.arange(len(spans)), counts)
-    words = np.repeat(first, counts) + indices_within(counts)
+    words = np.repeat(first, counts) + concatenated_ranges(counts)
     # A token that belongs to a word does not belong to symbols.
     words_before = np.concatenate([[0], np.cumsum(segmented.is_word)])
     has_real_word = words_before[last + 1] > words_before[first]

@@ -19,7 +19,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records_per_language
-from xscale.data.stream import Stream, matching_sources, unify_language_names
+from xscale.data.stream import Stream, matching_source_indices, unify_language_names
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.bootstrap import mean
@@ -103,7 +103,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     is none."""
     streams = list[Stream]()
     for stream in corpus.streams.last:
-        chosen = matching_sources(stream.objective.record_kind, recipe.streams[stream.name].languages, sources)
+        chosen = matching_source_indices(stream.objective.record_kind, recipe.streams[stream.name].languages, sources)
         if chosen and stream.objective.needs == "links":
             chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:

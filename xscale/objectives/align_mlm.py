@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data.lexicon import differing_entries
+from xscale.data.lexicon import ids_of_differing_entries
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
@@ -55,7 +55,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
     """
     stream_batch = mlm.collate(samples, options, context)
-    source, target = differing_entries(context.lexicons, options.subwords == "single")
+    source, target = ids_of_differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         where = f"streams.{context.stream}"
         if options.subwords == "mean":

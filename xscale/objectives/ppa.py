@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from xscale import rng
 from xscale.data.packed_row import Row
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import concatenated_ranges
 from xscale.data.sequences import Example, Sequences, concat_sequences, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
@@ -217,7 +217,7 @@ def hash_texts(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     of tokens of each text, at least 1 [B]."""
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
-    token_hashes = rng.hash64(rng.hash64(rng.key("text"), indices_within(lengths)), ids)
+    token_hashes = rng.hash64(rng.hash64(rng.key("text"), concatenated_ranges(lengths)), ids)
     return np.add.reduceat(token_hashes, np.cumsum(lengths) - lengths).view(np.int64)
 
 

@@ -7,7 +7,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
-from xscale.data.stream import Stream, select_sources
+from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
@@ -77,7 +77,7 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     languages = recipe.streams[stream.name].languages
     kind = stream.objective.record_kind
     unlinked = list[str]()
-    for number in select_sources(stream.name, kind, languages, corpus.sources, recipe.data.languages):
+    for number in select_source_indices(stream.name, kind, languages, corpus.sources, recipe.data.languages):
         if number not in stream.sources:
             unlinked.append(corpus.sources[number].directory.name)
     if unlinked:
