@@ -244,8 +244,8 @@ def shuffle_and_pack_text(
     """Shuffle records of running text and pack them into samples. Return their order [n], and the number of records up
     to each sample's end [samples].
 
-    follows: True for each record that continues the document of the record before it
-    [n]. room: the maximum number of tokens of a sample."""
+    follows: True for each record that continues the document of the record before it [n]. room: the
+    maximum number of tokens of a sample."""
     first = find_run_starts(tokens_of_records, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = pack_into_bins(np.add.reduceat(tokens_of_records, first)[shuffled], room)

@@ -3,8 +3,7 @@
 The planner and the loader's workers are forked from a process that has native threads. Python 3.11 does not take the
 lock of its list of threads when it forks. If a thread of a library, such as torch, holds this lock at that moment, the
 child waits for it for ever, inside of fork (PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits
-for the child's records. So some runs on a busy machine hung at their start. `retry_hung_forks` repeats such a
-fork.
+for the child's records. So some runs on a busy machine hung at their start. `retry_hung_forks` repeats such a fork.
 """
 
 import atexit
