@@ -27,7 +27,7 @@ from transformers.models.modernbert import modeling_modernbert
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, longest_sequence
+from xscale.models.build import PRESETS, build_encoder, dropout_fields, max_sequence_tokens, parameter_groups_by_decay
 from xscale.models.encoder import HEADS, Encoder
 from xscale.models.flat import FLAT, first_position_id
 from xscale.models.momentum import MomentumEncoder
@@ -148,7 +148,7 @@ def test_dropout_can_be_changed(kind: str, before: float) -> None:
     other.load_state_dict(built.state_dict())
     momentum, states = MomentumEncoder(other, torch.nn.Identity()), []
     other.set_dropout(0.4)
-    for encoder in (built, other, momentum.key_modules(dropout=True)[0]):
+    for encoder in (built, other, momentum.prepare_key_modules(with_dropout=True)[0]):
         torch.manual_seed(1)
         states.append(encoder(row_of([9, 7, 4])))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
@@ -266,7 +266,7 @@ def test_presets_have_their_shape(preset: str) -> None:
         encoder = build(preset=preset, max_length=600, dropout=0.2, pad_id=3)
     config = encoder.lm.config
     assert {name: getattr(config, name) for name in PRESETS[preset]} == PRESETS[preset]
-    assert longest_sequence(config) >= 600 and config.pad_token_id == 3 and config.vocab_size == 97
+    assert max_sequence_tokens(config) >= 600 and config.pad_token_id == 3 and config.vocab_size == 97
     assert {getattr(config, name) for name in dropout_fields(config.model_type, 0.2)} == {0.2}
 
 
@@ -304,7 +304,7 @@ def test_models_without_token_types_have_no_language_embeddings() -> None:
 
 def test_every_parameter_is_in_one_decay_group() -> None:
     encoder = build()
-    decayed, others = decay_groups(encoder, 0.1)
+    decayed, others = parameter_groups_by_decay(encoder, 0.1)
     assert sorted(map(id, decayed["params"] + others["params"])) == sorted(map(id, encoder.parameters()))
     names = {id(p): name for name, p in encoder.named_parameters()}
     assert not [names[id(p)] for p in decayed["params"] if "bias" in names[id(p)] or "Norm" in names[id(p)]]

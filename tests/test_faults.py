@@ -26,7 +26,7 @@ from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import LOG, UserError
 from xscale.files import Lock
-from xscale.models.build import read_pretrained, xscale_field_of_init
+from xscale.models.build import read_model_and_has_trained_head, xscale_field_of_init
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.resolve import resolve_run
@@ -140,11 +140,11 @@ def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "m" / "c.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nC = M = T = None\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("signal.alarm", lambda *_: 0)
-    for load in (lambda p: read_pretrained(p), Tokenizer, xscale_field_of_init):
+    for load in (lambda p: read_model_and_has_trained_head(p), Tokenizer, xscale_field_of_init):
         with contextlib.suppress(UserError):
             load(tmp_path / "m")
     with pytest.raises(UserError, match=r"model\.init .*m cannot be loaded"):
-        read_pretrained(tmp_path / "m")
+        read_model_and_has_trained_head(tmp_path / "m")
     assert not (tmp_path / "ran").exists()
 
 
@@ -159,9 +159,9 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
         with pytest.raises(UserError, match=rf"(model\.init|tokenizer) \S*{named} does not exist"):
             resolve_run("tlm", sets, [demo / "pairs"])
     with pytest.raises(UserError, match=rf"model\.init {name} does not exist"):
-        read_pretrained(name)
+        read_model_and_has_trained_head(name)
     with pytest.raises(UserError, match=rf"model\.init owner/absent cannot be loaded from {tmp_path}/owner/absent"):
-        read_pretrained("owner/absent")
+        read_model_and_has_trained_head("owner/absent")
     with pytest.raises(UserError, match=rf"tokenizer owner/absent cannot be loaded from {tmp_path}/owner/absent"):
         Tokenizer("owner/absent")
 

@@ -11,8 +11,8 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, XLMRobertaConfi
 from tests import launch
 from xscale.checkpoint.restore import read_full_weights
 from xscale.data.tokenizer import Tokenizer
-from xscale.models.build import decay_groups
-from xscale.step.module import names_with_head_lr
+from xscale.models.build import parameter_groups_by_decay
+from xscale.step.module import parameter_names_with_head_lr
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 HEAD = "encoder.lm.cls.predictions."
@@ -66,8 +66,8 @@ def test_only_heads_with_random_weights_are_new(
     module = launch.module(launch.open_run(recipe, sets, [demo], measured=False))
     names = {name for name, _ in module.named_parameters()}
     expected = {name for name in names if name.startswith(tuple(heads))}
-    assert set(names_with_head_lr(module)) == expected
-    groups = decay_groups(module, 0.1, names_with_head_lr(module))
+    assert set(parameter_names_with_head_lr(module)) == expected
+    groups = parameter_groups_by_decay(module, 0.1, parameter_names_with_head_lr(module))
     parameters = [parameter for group in groups for parameter in group["params"]]
     assert sorted(map(id, parameters)) == sorted(map(id, module.parameters())), "each parameter is in one group"
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -80,7 +80,10 @@ def test_only_heads_with_random_weights_are_new(
 def test_without_the_field_heads_train_as_the_encoder_does(demo: Path, models: Path) -> None:
     sets = ["train.head_lr=null", "data.workers=0", f"model.init={models / 'body'}"]
     module = launch.module(launch.open_run("adapt/tlm", sets, [demo], measured=False))
-    assert names_with_head_lr(module) == [] and len(decay_groups(module, 0.1, names_with_head_lr(module))) == 2
+    assert (
+        parameter_names_with_head_lr(module) == []
+        and len(parameter_groups_by_decay(module, 0.1, parameter_names_with_head_lr(module))) == 2
+    )
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules_json, read_pooling
-from xscale.models.build import build_encoder, longest_sequence, read_xscale_field
+from xscale.models.build import build_encoder, max_sequence_tokens, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, load_recipe
@@ -296,7 +296,7 @@ def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path,
 
 def probe_tokens(lm: PreTrainedModel) -> Tokens:
     """Return a sequence of tokens from all of the model's vocabulary, and of its languages, for our encoder."""
-    ids_N = torch.linspace(0, lm.config.vocab_size - 1, min(16, longest_sequence(lm.config))).long()
+    ids_N = torch.linspace(0, lm.config.vocab_size - 1, min(16, max_sequence_tokens(lm.config))).long()
     ids_N = ids_N[ids_N != lm.config.pad_token_id]
     n = len(ids_N)
     types_N = None

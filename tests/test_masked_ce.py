@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tests.triton_kernel import compiled, fenced, memory_instructions
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
-from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
+from xscale.ops.masked_ce import ROWS, masked_cross_entropy, max_predictions_of_chunk
 
 V, H = 61, 16
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -359,9 +359,18 @@ def test_logits_never_exist_whole(m: int) -> None:
 
 def test_a_gpu_s_chunks_are_as_large_as_its_memory_allows() -> None:
     """4,096 rows of halves at XLM-R's vocabulary; at least a CPU's, and at most 2 GiB where that is more."""
-    assert 4096 <= chunk_rows("cuda", 250_002, 2) < 4400
-    assert chunk_rows("cuda", 32_000, 4) * 32_000 * 4 <= 2**31 < (chunk_rows("cuda", 32_000, 4) + 1) * 32_000 * 4
-    assert chunk_rows("cuda", 2_000_000, 4) == chunk_rows("cpu", 250_002, 4) == chunk_rows("cpu", 3000, 2) == ROWS
+    assert 4096 <= max_predictions_of_chunk("cuda", 250_002, 2) < 4400
+    assert (
+        max_predictions_of_chunk("cuda", 32_000, 4) * 32_000 * 4
+        <= 2**31
+        < (max_predictions_of_chunk("cuda", 32_000, 4) + 1) * 32_000 * 4
+    )
+    assert (
+        max_predictions_of_chunk("cuda", 2_000_000, 4)
+        == max_predictions_of_chunk("cpu", 250_002, 4)
+        == max_predictions_of_chunk("cpu", 3000, 2)
+        == ROWS
+    )
 
 
 # 6. The CUDA kernel: interpreted in a process of its own, and compiled ahead

@@ -14,7 +14,7 @@ from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import placeholder_problem
-from xscale.models.build import read_pretrained
+from xscale.models.build import read_model_and_has_trained_head
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 123456\n"
 XML_ERROR = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>'
@@ -77,9 +77,9 @@ def open_sources(folder: Path) -> None:
         ("a.en", lambda folder: list(read_lines(folder / "a.en"))),
         ("a.en.gz", lambda folder: list(read_lines(folder / "a.en.gz"))),
         ("a.en.zst", lambda folder: list(read_lines(folder / "a.en.zst"))),
-        ("model/model.safetensors", lambda folder: read_pretrained(folder / "model")),
-        ("model/config.json", lambda folder: read_pretrained(folder / "model")),
-        ("bin/pytorch_model.bin", lambda folder: read_pretrained(folder / "bin")),
+        ("model/model.safetensors", lambda folder: read_model_and_has_trained_head(folder / "model")),
+        ("model/config.json", lambda folder: read_model_and_has_trained_head(folder / "model")),
+        ("bin/pytorch_model.bin", lambda folder: read_model_and_has_trained_head(folder / "bin")),
         ("tokenizer/tokenizer.json", lambda folder: Tokenizer(folder / "tokenizer")),
         ("shards/index.json", lambda folder: open_sources(folder / "shards")),
         ("shards/pairs-000000.tar", lambda folder: open_sources(folder / "shards")),

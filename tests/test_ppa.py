@@ -311,7 +311,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     encoder = build(tokenizer)
     key = MomentumEncoder(encoder, torch.nn.Identity())
     encoder.to(dtype)
-    cast, _ = key.key_modules(dropout=True)
+    cast, _ = key.prepare_key_modules(with_dropout=True)
     assert {p.dtype for p in cast.parameters()} == {dtype}
     assert {p.dtype for p in key.masters.parameters()} == {torch.float32}
     before = [k.double().clone() for k in key.masters.parameters()]
@@ -325,7 +325,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
         expected = q.double() + 0.999**100 * (start - q.double())
         torch.testing.assert_close(k.double(), expected, rtol=1e-5, atol=1e-6)
         assert ((k.double() - start).abs() > 1e-4).all()
-    again, _ = key.key_modules(dropout=True)
+    again, _ = key.prepare_key_modules(with_dropout=True)
     assert again is cast
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
@@ -460,7 +460,7 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
     module = StepModule(launch.encoder(loader), loader.recipe)
     assert all(part.training for part in module.modules())
     for train in (True, False, True):
-        keys, _ = module.auxiliary_states["ppa"].momentum.key_modules(train)
+        keys, _ = module.auxiliary_states["ppa"].momentum.prepare_key_modules(train)
         assert {part.training for part in keys.modules()} == {train}
 
 

@@ -386,7 +386,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
 
     def norms_of(rank: int) -> dict[str, Tensor]:
         part = of_ranks[rank]
-        return step.gradient_norms(engine, rows[part], shared[part], weights, seeds[part])
+        return step.measure_gradient_norms(engine, rows[part], shared[part], weights, seeds[part])
 
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
     norms_of(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xscale import deepspeed_private as private
 from xscale.checkpoint import reshard
-from xscale.models.build import decay_groups
+from xscale.models.build import parameter_groups_by_decay
 
 GROUPS = [{"table": (41, 8), "dense": (16, 16)}, {"norm": (33,), "bias": (16,)}]
 KEYS = {reshard.WEIGHT: 0, "exp_avg": 1000, "exp_avg_sq": 2000}
@@ -103,7 +103,7 @@ def test_stage_0_continues_with_any_optimizer(kind: Any, tmp_path: Path, monkeyp
     module = nn.Sequential(frozen, nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     engines = []
     for copied in (module, copy.deepcopy(module)):
-        optimizer = kind(decay_groups(copied, 0.01), lr=0.1)
+        optimizer = kind(parameter_groups_by_decay(copied, 0.01), lr=0.1)
         engines.append(SimpleNamespace(module=copied, optimizer=optimizer, **fixed))
     whole, resumed = engines
 

@@ -20,7 +20,12 @@ from xscale.data.packed_row import Row
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_sentence_vectors
 from xscale.objectives import word_contrast
-from xscale.objectives.step_contrast import byte_columns, from_byte_columns, step_contrast, vectors_and_text_hashes
+from xscale.objectives.step_contrast import (
+    from_byte_columns,
+    step_contrast_losses,
+    to_byte_columns,
+    vectors_and_text_hashes,
+)
 from xscale.step.step import compute_row_loss, precompute_and_gather_states, weights_of_term_sums
 
 MORE_SAMPLES = {
@@ -36,7 +41,7 @@ UNREAD: Any = None
 def test_hashes_survive_in_every_type(dtype: torch.dtype) -> None:
     numbers = torch.randint(-(1 << 62), 1 << 62, (50, 2))
     numbers[0] = torch.tensor([-(1 << 63), (1 << 63) - 1])
-    assert torch.equal(from_byte_columns(byte_columns(numbers).to(dtype)), numbers)
+    assert torch.equal(from_byte_columns(to_byte_columns(numbers).to(dtype)), numbers)
 
 
 def test_samples_with_a_common_text_are_no_negatives() -> None:
@@ -45,7 +50,7 @@ def test_samples_with_a_common_text_are_no_negatives() -> None:
     u, v = torch.randn(2, 3, 5, dtype=torch.float64)
     texts = torch.tensor([[7, 1], [2, 7], [3, 4]])
     exchanged = vectors_and_text_hashes(UNREAD, {"first": u, "second": v}, {"texts": texts}, UNREAD)
-    found = step_contrast({"step": exchanged, "own": torch.arange(3)}, "t", 0.5, 0.2).sums["t"]
+    found = step_contrast_losses({"step": exchanged, "own": torch.arange(3)}, "t", 0.5, 0.2).sums["t"]
     s = torch.cosine_similarity(u[:, None], v[None], dim=-1)
     expected = torch.zeros((), dtype=torch.float64)
     for i, others in enumerate(([2], [2], [0, 1])):
@@ -59,7 +64,7 @@ def test_a_step_without_links_has_no_loss() -> None:
     nothing = torch.zeros(0, 4, requires_grad=True)
     texts = torch.zeros(0, 2, dtype=torch.int64)
     exchanged = vectors_and_text_hashes(UNREAD, {"first": nothing, "second": nothing}, {"texts": texts}, UNREAD)
-    losses = step_contrast({"step": exchanged, "own": torch.arange(0)}, "words", 0.1)
+    losses = step_contrast_losses({"step": exchanged, "own": torch.arange(0)}, "words", 0.1)
     assert losses.sums["words"].item() == 0 and losses.metrics["contrastive_accuracy"][0].item() == 0
     losses.sums["words"].backward()
     assert nothing.grad is not None

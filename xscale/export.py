@@ -29,7 +29,7 @@ from xscale.eval.sentence_files import (
     write_json,
     write_sentence_transformers_files,
 )
-from xscale.models.build import longest_sequence, read_xscale_field
+from xscale.models.build import max_sequence_tokens, read_xscale_field
 
 CARD_TEMPLATE = Path(__file__).parent / "eval" / "card.md"
 OLDEST = {"modernbert": "4.48"}
@@ -138,7 +138,7 @@ def write_directory(
 ) -> None:
     """Write a model, its tokenizer, its card and the files of sentence-transformers."""
     config: Any = lm.config
-    longest = longest_sequence(config)
+    longest = max_sequence_tokens(config)
     tokenizer = transformers_tokenizer(tokenizer_path)
     tokenizer.model_max_length = longest
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
@@ -196,7 +196,7 @@ def make_model_card(
         steps=f"{checkpoint.step:,}",
         init=init,
         settings=yaml.safe_dump(recipe, sort_keys=False),
-        max_length=longest_sequence(config),
+        max_length=max_sequence_tokens(config),
     )
 
 

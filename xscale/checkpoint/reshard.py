@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale import deepspeed_private as private
-from xscale.step.module import names_with_head_lr
+from xscale.step.module import parameter_names_with_head_lr
 
 WEIGHT = "fp32"
 """The key of the weights in SavedSlice.flats. The other keys, such as exp_avg, are the optimizer's states."""
@@ -63,7 +63,8 @@ class SavedPartitions:
 
         names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
         number of ranks. The file at this fraction of the list of files is opened, because it probably has slices that
-        this rank needs. new_heads: those of `names` that have parameter groups of their own, see decay_groups.
+        this rank needs. new_heads: those of `names` that have parameter groups of their own, see
+        parameter_groups_by_decay.
         """
         self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
@@ -106,7 +107,7 @@ class SavedPartitions:
         """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
         weights, states = private.weights_and_states_of_stage_0(self.model)
-        # The order of models/build.py's decay_groups.
+        # The order of models/build.py's parameter_groups_by_decay.
         decayed_first = sorted(names, key=lambda name: (name in new_heads, weights[name].ndim <= 1))
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
@@ -134,7 +135,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
     names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}
     base = private.torch_optimizer(engine)
     saved = SavedPartitions(
-        path, [*names.values()], dist.get_rank() / dist.get_world_size(), names_with_head_lr(engine.module)
+        path, [*names.values()], dist.get_rank() / dist.get_world_size(), parameter_names_with_head_lr(engine.module)
     )
     fused = any(group.get("fused") for group in base.param_groups)
     private.begin_change_of_flat_weights(engine)

@@ -21,7 +21,7 @@ from xscale.deepspeed_private import (
     weights_and_states_of_stage_0,
 )
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, fill_neutral_token_type, load_pretrained
+from xscale.models.build import dropout_fields, load_pretrained, set_neutral_token_type_to_mean
 from xscale.ranks import CpuGroup
 
 PREFIX = "encoder.lm."
@@ -52,7 +52,7 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
     return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
 
-def broadcast_weights(path: Path, cpu_group: CpuGroup) -> dict[str, Tensor]:
+def read_and_broadcast_weights(path: Path, cpu_group: CpuGroup) -> dict[str, Tensor]:
     """Return read_full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it
     together."""
     weights = read_full_weights(path) if cpu_group.is_main else {}
@@ -88,7 +88,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     weights: dict[str, Tensor] = {}
-    for name, weight in broadcast_weights(path, cpu_group).items():
+    for name, weight in read_and_broadcast_weights(path, cpu_group).items():
         if name.startswith(PREFIX):
             weights[name.removeprefix(PREFIX)] = weight
     missing, unexpected = lm.load_state_dict(weights, strict=False)
@@ -97,5 +97,5 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     lost = [name for name in missing if name not in tied and not name.endswith(computed)]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
-    fill_neutral_token_type(lm)
+    set_neutral_token_type_to_mean(lm)
     return lm

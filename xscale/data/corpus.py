@@ -206,8 +206,8 @@ def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources
             raise UserError(
                 f"streams.{stream} needs word alignments, and {pairs - source.linked_pair_count:,} of the {pairs:,} "
                 f"pairs in {source.directory} have none. Write these shards again by `xscale data write_shards pairs "
-                "... --align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` and "
-                f"the source `shards: {source.directory}`"
+                "... --align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` "
+                f"and the source `shards: {source.directory}`"
             )
         source.check_links()
     return with_links

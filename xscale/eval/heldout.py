@@ -29,7 +29,7 @@ from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores, read_texts
 from xscale.models.build import has_untrained_head
 from xscale.objectives import Parts, tlm
-from xscale.step.module import encoder_states
+from xscale.step.module import encoder_states_by_stream
 
 ROW = 64
 """The number of pairs that are encoded at once."""
@@ -97,7 +97,7 @@ def sum_losses_by_pair(
     for start in range(0, len(samples), ROW):
         stream_batch = tlm.collate(samples[start : start + ROW], options, context)
         row = pack_row({"tlm": stream_batch}, model.tokenizer.sep_id).to(model.device)
-        states = encoder_states(model.encoder, row)["tlm"]
+        states = encoder_states_by_stream(model.encoder, row)["tlm"]
         losses = tlm.OBJECTIVE.loss(Parts(model.encoder), states, row.arrays["tlm"], options)
         (prediction,) = losses.predictions
         _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_MH, row.labels)

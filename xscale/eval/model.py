@@ -17,7 +17,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals_of_scores, resampled_values_of_scores
 from xscale.eval.sentence_files import read_pooling
-from xscale.models.build import longest_sequence, read_pretrained, read_xscale_field
+from xscale.models.build import max_sequence_tokens, read_model_and_has_trained_head, read_xscale_field
 from xscale.models.encoder import Encoder
 
 Scores = dict[str, float]
@@ -38,7 +38,7 @@ class ExportedModel:
                 f"--model {path} does not exist. Correct --model, or write the directory by `xscale export RUN_DIR "
                 f"{path}`"
             )
-        lm, has_head = read_pretrained(path, field="--model")
+        lm, has_head = read_model_and_has_trained_head(path, field="--model")
         self.path = path
         self.pooling = read_pooling(path) or "mean"
         """How sentence vectors are pooled: "cls" or "mean"."""
@@ -73,7 +73,7 @@ class ExportedModel:
     @property
     def max_length(self) -> int:
         """Return the maximum number of tokens of a sequence, special tokens included."""
-        return longest_sequence(self.encoder.lm.config)
+        return max_sequence_tokens(self.encoder.lm.config)
 
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
         """Return the id of each language. The model may know it by another spelling (`deu_Latn` for `de`). A language

@@ -94,7 +94,7 @@ class Block(NamedTuple):
                 rows = rows.index_select(0, self.source_token)
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
-    def buffer_sizes(self, X: int, dropout: float) -> list[int]:
+    def buffer_element_counts(self, X: int, dropout: float) -> list[int]:
         """Return the numbers of elements that the backward pass reads: padded queries, keys and values, the attention
         weights, and with dropout the dropped ones."""
         weights = self.n * self.heads * self.L * self.L
@@ -164,7 +164,7 @@ class _BlockAttention(torch.autograd.Function):
         out_NH = qkv_NX.new_empty(N, X // 3)
         blocks = _divide_into_blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
         assert blocks[-1].tokens.stop == N, "the number of tokens in the row is not the sum of `lengths`"
-        sizes = [sum(block.buffer_sizes(X, dropout)) for block in blocks]
+        sizes = [sum(block.buffer_element_counts(X, dropout)) for block in blocks]
         keep = ctx.needs_input_grad[0]
         buffer = qkv_NX.new_empty(sum(sizes) if keep else max(sizes))
         generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
@@ -213,7 +213,7 @@ def _block_views(
     start = 0
     for block in blocks:
         R = block.n * block.heads
-        sizes = block.buffer_sizes(X, dropout)
+        sizes = block.buffer_element_counts(X, dropout)
         qkv, *weights = buffer[start : start + sum(sizes)].split(sizes)
         p = weights[0].view(R, block.L, block.L)
         yield block, qkv.view(3, R, block.L, -1), p, weights[-1].view_as(p)

@@ -64,7 +64,7 @@ DROPOUT_FIELDS = {
 """{type of a model: the fields of its config with dropout probabilities}. Other types have BERT's fields."""
 
 
-def read_pretrained(
+def read_model_and_has_trained_head(
     init: str | Path, dropout: float | None = None, field: str = "model.init"
 ) -> tuple[PreTrainedModel, bool]:
     """Return the model of `init` in fp32, and whether it has a trained masked-LM head. Raises UserError.
@@ -100,7 +100,7 @@ def read_pretrained(
             "config.json and the weights belong to different models. Save or download the model again"
         )
     read_xscale_field(lm.config, f"{field} {init}")
-    fill_neutral_token_type(lm)
+    set_neutral_token_type_to_mean(lm)
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
             raise UserError(
@@ -111,7 +111,7 @@ def read_pretrained(
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
-    return read_pretrained(init, dropout)[0]
+    return read_model_and_has_trained_head(init, dropout)[0]
 
 
 def has_untrained_head(lm: PreTrainedModel) -> bool:
@@ -159,11 +159,11 @@ def build_encoder(
     if init is None:
         config = preset_config(preset, vocab_size, pad_id, max_length, dropout)
         if language_embeddings:
-            config.type_vocab_size = max(_token_type_count(config), 1 + len(languages))
+            config.type_vocab_size = max(_require_token_type_count(config), 1 + len(languages))
         config.xscale = trained
         fresh = AutoModelForMaskedLM.from_config(config)
         if attention_gain is not None:
-            redraw_attention(fresh.base_model, attention_gain)
+            redraw_value_and_output_weights(fresh.base_model, attention_gain)
         return Encoder(fresh, has_new_head=True)
     lm = load(init, dropout)
     has_new_head = has_untrained_head(lm)
@@ -175,7 +175,7 @@ def build_encoder(
             f"the tokenizer has {vocab_size:,} tokens, but model.init {init} has only {rows:,} embeddings. Set "
             "model.tokenizer to the tokenizer that the model was trained with"
         )
-    limit = longest_sequence(lm.config)
+    limit = max_sequence_tokens(lm.config)
     if max_length > limit:
         raise UserError(
             f"data.max_length {max_length} is too large: model.init {init} can read sequences of at most {limit} "
@@ -185,7 +185,9 @@ def build_encoder(
     return Encoder(lm, has_new_head)
 
 
-def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
+def build_initial_encoder(
+    recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]
+) -> Encoder:
     """Return a run's encoder with the weights of step 0. load: loads model.init, which may also be a run."""
     model = recipe.model
     first = recipe.at(0).model
@@ -211,7 +213,7 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
     return encoder
 
 
-def redraw_attention(base: PreTrainedModel, gain: float) -> None:
+def redraw_value_and_output_weights(base: PreTrainedModel, gain: float) -> None:
     """Replace the attention's value and output weights by random ones with standard deviation gain / sqrt(width).
 
     With a gain of 1, the outputs of these layers are about as large as their inputs.
@@ -225,7 +227,7 @@ def redraw_attention(base: PreTrainedModel, gain: float) -> None:
             nn.init.normal_(weight.detach()[2 * width :], std=gain * width**-0.5)
 
 
-def longest_sequence(config: Any) -> int:
+def max_sequence_tokens(config: Any) -> int:
     """Return the maximum number of tokens of a sequence that the model accepts."""
     return config.max_position_embeddings - first_position_id(config)
 
@@ -295,7 +297,7 @@ def _read_config(init: str | Path) -> Any:
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
 
 
-def _token_type_count(config: Any) -> int:
+def _require_token_type_count(config: Any) -> int:
     count = getattr(config, "type_vocab_size", 0)
     if not count:
         raise UserError(
@@ -305,7 +307,7 @@ def _token_type_count(config: Any) -> int:
     return count
 
 
-def fill_neutral_token_type(lm: PreTrainedModel) -> None:
+def set_neutral_token_type_to_mean(lm: PreTrainedModel) -> None:
     """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the run has trained token type
     0."""
     fields = getattr(lm.config, "xscale", None) or {}
@@ -339,7 +341,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
         return languages
     names = [*languages, *(name for name in known if not find_spellings(name, languages))]
     old = _token_type_table(lm)
-    table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
+    table = old[0].repeat(max(_require_token_type_count(lm.config), 1 + len(names)), 1)
     if not embeddings:
         LOG.warning(
             f"model.init has language embeddings of {', '.join(known)}, but no stream of this run sets "
@@ -358,7 +360,9 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     return names if embeddings else languages
 
 
-def decay_groups(model: nn.Module, weight_decay: float, new_heads: Collection[str] = ()) -> list[dict[str, Any]]:
+def parameter_groups_by_decay(
+    model: nn.Module, weight_decay: float, new_heads: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors). The
     parameters named in `new_heads` have two groups of their own, which the key `new_heads` marks."""
     parameters: dict[tuple[bool, bool], list[nn.Parameter]] = {}

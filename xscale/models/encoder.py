@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import flat_or_padded_states, layer_states_by_padded_pass, padded_states
+from xscale.models.flat import choose_forward_pass, last_states_by_padded_pass, layer_states_by_padded_pass
 from xscale.ops.masked_ce import LossAndCorrect, masked_cross_entropy
 
 
@@ -84,7 +84,7 @@ class Encoder(nn.Module):
         self.has_new_head = has_new_head
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
-        self._states_of_layers = flat_or_padded_states(lm.config)
+        self._states_of_layers = choose_forward_pass(lm.config)
         """The function that yields the hidden states of each layer."""
 
     @property
@@ -111,7 +111,7 @@ class Encoder(nn.Module):
     def hidden_states(self, tokens: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
         no dropout in evaluation mode."""
-        if self._states_of_layers is padded_states:
+        if self._states_of_layers is last_states_by_padded_pass:
             return layer_states_by_padded_pass(self.lm.base_model, tokens, all_layers=True)
         return list(self._states_of_layers(self.lm.base_model, tokens, seed=0, places=None))
 

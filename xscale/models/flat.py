@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from xscale.data.packed_row import Tokens
 from xscale.deepspeed_private import is_partitioned
 from xscale.models.attention import attention, dropout
-from xscale.ops.dropout_add_norm import can_fuse, fused_dropout_add_norm
+from xscale.ops.dropout_add_norm import fused_dropout_add_norm, should_fuse
 from xscale.ops.rotation import rotate_
 
 
-def _dropout_rate(drop: nn.Module) -> float:
+def _active_dropout_rate(drop: nn.Module) -> float:
     return getattr(drop, "p", 0.0) if drop.training else 0.0
 
 
@@ -58,7 +58,7 @@ def bert_states(model: Any, tokens: Tokens, seed: int, places: Tensor | None) ->
     types = tokens.input_ids.new_zeros(1) if tokens.types is None else tokens.types
     positions = tokens.positions + first_position_id(model.config)
     x = e.word_embeddings(tokens.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
-    x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
+    x = dropout(e.LayerNorm(x), _active_dropout_rate(e.dropout))
     last = len(model.encoder.layer) - 1
     for number, layer in enumerate(model.encoder.layer):
         yield x
@@ -70,27 +70,27 @@ def _bert_layer(layer: Any, x: Tensor, tokens: Tokens, seed: int, number: int, p
     attention_weights = layer.attention.self
     out = layer.attention.output
     ffn = layer.output
-    p = _dropout_rate(attention_weights.dropout)
-    qkv = _qkv(attention_weights, x)
+    p = _active_dropout_rate(attention_weights.dropout)
+    qkv = _project_qkv(attention_weights, x)
     attended = attention(
         qkv, tokens.starts, tokens.lengths, tokens.longest, seed + number, attention_weights.num_attention_heads, p
     )
     attended = take_places(attended, places)
     x = take_places(x, places)
-    x = _dropout_add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
+    x = _dropout_add_norm(out.dense(attended), x, _active_dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
     return _dropout_add_norm(
-        ffn.dense(layer.intermediate(x)), x, _dropout_rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1
+        ffn.dense(layer.intermediate(x)), x, _active_dropout_rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1
     )
 
 
 def _dropout_add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
-    if can_fuse(x, norm):
+    if should_fuse(x, norm):
         # The seeds of attention are below 2^62 + layers.
         return fused_dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
     return norm(dropout(x, p, residual))
 
 
-def _qkv(attention_weights: Any, x: Tensor) -> Tensor:
+def _project_qkv(attention_weights: Any, x: Tensor) -> Tensor:
     """Return queries, keys and values [N, 3 * H] by one product, or, if ZeRO-3 partitions the weights, by module
     calls."""
     parts = attention_weights.query, attention_weights.key, attention_weights.value
@@ -103,7 +103,7 @@ def modernbert_states(model: Any, tokens: Tokens, seed: int, places: Tensor | No
     """Yield the same as bert_states, for ModernBertModel (Warner et al. 2024). The last states are normalised."""
     c = model.config
     e = model.embeddings
-    x = dropout(e.norm(e.tok_embeddings(tokens.input_ids)), _dropout_rate(e.drop))
+    x = dropout(e.norm(e.tok_embeddings(tokens.input_ids)), _active_dropout_rate(e.drop))
     rotations = {kind: _rotary_cos_sin(c, tokens.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
     last = len(model.layers) - 1
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
@@ -132,9 +132,9 @@ def _modernbert_layer(
     attended = attention(qkv, tokens.starts, tokens.lengths, tokens.longest, seed + number, heads, p, window)
     attended = take_places(attended, places)
     x = take_places(x, places)
-    x = dropout(attn.Wo(attended), _dropout_rate(attn.out_drop), x)
+    x = dropout(attn.Wo(attended), _active_dropout_rate(attn.out_drop), x)
     states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
-    return x + mlp.Wo(dropout(mlp.act(states) * gate, _dropout_rate(mlp.drop)))
+    return x + mlp.Wo(dropout(mlp.act(states) * gate, _active_dropout_rate(mlp.drop)))
 
 
 def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) 
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
-def padded_states(model: Any, tokens: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
+def last_states_by_padded_pass(model: Any, tokens: Tokens, seed: int, places: Tensor | None) -> Iterator[Tensor]:
     """Yield only the last hidden states of any Hugging Face encoder [N, H], or those at `places` [P, H], computed by
     the encoder's own forward pass over padded sequences."""
     yield take_places(layer_states_by_padded_pass(model, tokens)[-1], places)
@@ -194,12 +194,12 @@ FLAT: dict[str, Callable[..., Iterator[Tensor]]] = {
 """Model type -> its flat forward pass. Models of other types read padded sequences."""
 
 
-def flat_or_padded_states(config: Any) -> Callable[..., Iterator[Tensor]]:
+def choose_forward_pass(config: Any) -> Callable[..., Iterator[Tensor]]:
     """Return the model's forward pass: a flat one if its type has one and its rotary embeddings are not scaled,
-    otherwise padded_states."""
+    otherwise last_states_by_padded_pass."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()
     plain = all(rope["rope_type"] == "default" for rope in ropes)
-    return FLAT.get(config.model_type, padded_states) if plain else padded_states
+    return FLAT.get(config.model_type, last_states_by_padded_pass) if plain else last_states_by_padded_pass
 
 
 def first_position_id(config: Any) -> int:

@@ -38,15 +38,16 @@ class MomentumEncoder:
         if next(self.masters.parameters()).device != device:
             self.masters.to(device)
 
-    def key_modules(self, dropout: bool) -> tuple[Encoder, nn.Module]:
-        """Return the key encoder and its projection in the query encoder's data type, in training mode if `dropout`."""
+    def prepare_key_modules(self, with_dropout: bool) -> tuple[Encoder, nn.Module]:
+        """Return the key encoder and its projection in the query encoder's data type and on its device, in training
+        mode if `with_dropout`."""
         query = next(self.query.parameters())
         self._move_masters_to_device_of_query()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
-        if modules.training != dropout:
-            modules.train(dropout)
+        if modules.training != with_dropout:
+            modules.train(with_dropout)
         encoder, projection = modules
         assert isinstance(encoder, Encoder)
         encoder.set_dropout(self.encoder.dropout)  # a phase may change the dropout
@@ -65,9 +66,9 @@ class MomentumEncoder:
             torch._foreach_copy_(wide, query)
             query = wide
         torch._foreach_lerp_(masters, query, 1 - momentum)
-        self._copy_masters_to_cast()
+        self._update_cast_if_present()
 
-    def _copy_masters_to_cast(self) -> None:
+    def _update_cast_if_present(self) -> None:
         if self._cast is not None:
             torch._foreach_copy_(list(self._cast.parameters()), list(self.masters.parameters()))
 
@@ -77,7 +78,7 @@ class MomentumEncoder:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.masters.load_state_dict(state)
-        self._copy_masters_to_cast()
+        self._update_cast_if_present()
 
 
 class Queue:

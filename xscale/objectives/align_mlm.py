@@ -67,7 +67,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
             f"{where}: no dictionary entry can be used, because with `subwords: single` the two words of an entry must "
             f"be different single tokens. Use a larger dictionary, or set {where}.subwords=mean"
         )
-    picked = draw_share_of_entries(len(source.lengths), options.pairs_per_step, context)
+    picked = draw_entry_indices_of_row(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)
     target = target.select_lists(picked)
     ids = np.concatenate([source.values, target.values])
@@ -79,12 +79,12 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     )
 
 
-def draw_share_of_entries(total: int, per_step: int | None, context: CollateContext) -> np.ndarray:
+def draw_entry_indices_of_row(entry_count: int, per_step: int | None, context: CollateContext) -> np.ndarray:
     """Return the indices of the dictionary entries that this row uses, its share of the step's entries."""
-    if per_step is None or per_step >= total:
-        return np.arange(context.row, total, context.rows)
+    if per_step is None or per_step >= entry_count:
+        return np.arange(context.row, entry_count, context.rows)
     draw = rng.key(context.seed, context.stream, "dictionary", context.step)
-    chosen = np.argpartition(rng.hash64(draw, np.arange(total)), per_step - 1)[:per_step]
+    chosen = np.argpartition(rng.hash64(draw, np.arange(entry_count)), per_step - 1)[:per_step]
     return np.sort(chosen)[context.row :: context.rows]
 
 

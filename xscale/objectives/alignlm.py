@@ -35,7 +35,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
-from xscale.objectives.tlm import first_sides
+from xscale.objectives.tlm import draw_first_sides
 from xscale.recipe import STRICT, Fraction, LossFactor
 
 
@@ -62,12 +62,12 @@ class Heads(nn.Module):
 
     def __init__(self, encoder: Encoder, options: AlignLMOptions):
         super().__init__()
-        self.W2 = _identity(encoder.width)
+        self.W2 = _identity_linear(encoder.width)
         self.W3 = copy.deepcopy(encoder.head.dense)
-        self.linear = _identity(encoder.head.dense.out_features)
+        self.linear = _identity_linear(encoder.head.dense.out_features)
 
 
-def _identity(width: int) -> nn.Linear:
+def _identity_linear(width: int) -> nn.Linear:
     layer = nn.Linear(width, width)
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -82,7 +82,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     """
     pairs = context.fit_pairs(samples)
     layout = []
-    for p, side in enumerate(first_sides(pairs, options.shuffle_sides)):
+    for p, side in enumerate(draw_first_sides(pairs, options.shuffle_sides)):
         layout.append([2 * p + side, 2 * p + 1 - side])
     sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
     stream_batch = masked_lm(

@@ -127,12 +127,12 @@ def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions
 ) -> Losses:
     """Return the sums L and R of the paper."""
-    L = sum_squared_distances(states["first"], states["second"])
-    R = sum_squared_distances(states["anchors"], states["auxiliary"])
+    L = total_squared_distance(states["first"], states["second"])
+    R = total_squared_distance(states["anchors"], states["auxiliary"])
     return Losses(sums={"align": L, "anchor": R})
 
 
-def sum_squared_distances(a: Tensor, b: Tensor) -> Tensor:
+def total_squared_distance(a: Tensor, b: Tensor) -> Tensor:
     """Return `(a - b).square().sum()`, in fp32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) - b.to(wide)).square().sum()

@@ -69,7 +69,7 @@ class Translations(NamedTuple):
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
-    sequences = mlm.join_samples(samples, context)
+    sequences = mlm.join_running_text(samples, context)
     stream_batch = mlm.make_masked_batch(sequences, len(samples), options, context)
     masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]

@@ -40,10 +40,10 @@ class MaskedOptions:
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
-    return make_masked_batch(join_samples(samples, context), len(samples), options, context)
+    return make_masked_batch(join_running_text(samples, context), len(samples), options, context)
 
 
-def join_samples(samples: list[list[Example]], context: CollateContext) -> Sequences:
+def join_running_text(samples: list[list[Example]], context: CollateContext) -> Sequences:
     """Join the samples into sequences of running text. No token is lost."""
     segments = []
     for sample in samples:

@@ -50,7 +50,7 @@ from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.ops.rank_rows import gather_rank_rows
+from xscale.ops.rank_rows import all_gather_rows
 from xscale.recipe import STRICT, Count, Fraction, LossFactor
 
 
@@ -150,10 +150,10 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     the global batch.
     """
     pairs = context.fit_pairs(samples)
-    first_sides = tlm.first_sides(pairs)
+    first_sides = tlm.draw_first_sides(pairs)
     words = StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
     if options.tlm_weight:
-        words = masked_batch(pairs, first_sides, options, context)
+        words = masked_lm_batch(pairs, first_sides, options, context)
     stream_batch = replace(words, samples=len(pairs))
     if not options.moco_weight:
         return stream_batch
@@ -175,7 +175,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     )
 
 
-def masked_batch(
+def masked_lm_batch(
     pairs: list[Example], first_sides: list[int], options: PpaOptions, context: CollateContext
 ) -> StreamBatch:
     """Return the batch of the term `masked_lm_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
@@ -263,7 +263,7 @@ class Moco:
         """Return z_k of each pair's key view [B, D]. In training, these vectors enter the queue after the optimizer
         step."""
         self.queue.move_to(row.tokens.input_ids.device)
-        key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
+        key_encoder, projection = self.momentum.prepare_key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(row.tokens, row.places), *row.gather, *row.transposed))
         if trained.training:
             position_B1 = torch.cat([row_arrays["number"] for row_arrays in arrays])[:, None]
@@ -275,7 +275,7 @@ class Moco:
     def gather_new_vectors(self, vector_counts_of_ranks: list[int] | None) -> None:
         if not self._rows:
             return
-        rows, _ = gather_rank_rows(torch.cat(self._rows), vector_counts_of_ranks)
+        rows, _ = all_gather_rows(torch.cat(self._rows), vector_counts_of_ranks)
         self._rows.clear()
         width = self.queue.ring_KD.shape[1]
         position_and_texts_N3 = rows[:, width:].contiguous().view(torch.int64)
@@ -320,11 +320,11 @@ def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Te
         predictions.append(Prediction(options.masked_lm_term, parts.encoder.features(states["masked"])))
     if not options.moco_weight:
         return Losses(predictions)
-    loss, metrics = moco_loss(parts, states, arrays["texts"], options)
+    loss, metrics = moco_loss_and_metric_sums(parts, states, arrays["texts"], options)
     return Losses(predictions, {"moco": loss}, {name: (value, "moco") for name, value in metrics.items()})
 
 
-def moco_loss(
+def moco_loss_and_metric_sums(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are left out before
@@ -343,7 +343,7 @@ def moco_loss(
         age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         if moco.step_keys:
-            metrics |= step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys)
+            metrics |= metrics_among_step_keys(zq_BD, zk_BD, texts_B2, *moco.step_keys)
         return total, metrics
 
 
@@ -364,7 +364,7 @@ def have_common_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
     return (a1_B1 == b1_K) | (a1_B1 == b2_K) | (a2_B1 == b1_K) | (a2_B1 == b2_K)
 
 
-def step_metrics(
+def metrics_among_step_keys(
     zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor
 ) -> dict[str, Tensor]:
     """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the

@@ -30,25 +30,25 @@ def vectors_and_text_hashes(parts: Parts, states: dict[str, Tensor], arrays: dic
     so a sum may replace a mean."""
     wide = torch.promote_types(states["first"].dtype, torch.float32)
     sides = [F.normalize(states[name].to(wide), dim=-1) for name in ("first", "second")]
-    return torch.cat([*sides, byte_columns(arrays["texts"]).to(wide)], 1)
+    return torch.cat([*sides, to_byte_columns(arrays["texts"]).to(wide)], 1)
 
 
-def byte_columns(numbers_S2: Tensor) -> Tensor:
+def to_byte_columns(numbers_S2: Tensor) -> Tensor:
     """Return the bytes of int64 numbers [S, 16]."""
-    return (numbers_S2[..., None] >> _bit_shifts(numbers_S2) & 255).flatten(1)
+    return (numbers_S2[..., None] >> _bit_shifts_of_bytes(numbers_S2) & 255).flatten(1)
 
 
 def from_byte_columns(bytes_V16: Tensor) -> Tensor:
-    """Return the int64 numbers that have these bytes [V, 2]. It is the inverse of `byte_columns`."""
+    """Return the int64 numbers that have these bytes [V, 2]. It is the inverse of `to_byte_columns`."""
     bytes_V28 = bytes_V16.to(torch.int64).unflatten(1, (2, _BYTES))
-    return (bytes_V28 << _bit_shifts(bytes_V28)).sum(-1)
+    return (bytes_V28 << _bit_shifts_of_bytes(bytes_V28)).sum(-1)
 
 
-def _bit_shifts(tensor: Tensor) -> Tensor:
+def _bit_shifts_of_bytes(tensor: Tensor) -> Tensor:
     return torch.arange(0, 8 * _BYTES, 8, device=tensor.device)
 
 
-def step_contrast(states: dict[str, Tensor], term: str, temperature: float, margin: float = 0.0) -> Losses:
+def step_contrast_losses(states: dict[str, Tensor], term: str, temperature: float, margin: float = 0.0) -> Losses:
     """Return the packed row's part of the contrast as the sum `term`. Also return the metric contrastive_accuracy: the
     share of samples whose u is nearer to their own v than to all negatives. states: the states of the loss, with "step"
     and "own"."""

@@ -29,7 +29,7 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: CollateC
     """Return the batch of masked sequences. Each sample is a single pair."""
     pairs = context.fit_pairs(samples)
     segments = []
-    for pair, side in zip(pairs, first_sides(pairs, options.shuffle_sides), strict=True):
+    for pair, side in zip(pairs, draw_first_sides(pairs, options.shuffle_sides), strict=True):
         segments.append([(pair, side), (pair, 1 - side)])
     return masked_lm(
         join_segments(context.tokenizer, segments, context.language_ids, options.reset_positions),
@@ -41,7 +41,7 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: CollateC
     )
 
 
-def first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
+def draw_first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
     """Return for each pair which sentence comes first: 0, or, if shuffled, 1 with probability 1/2."""
     if not shuffled:
         return [0] * len(pairs)

@@ -19,7 +19,7 @@ from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.ppa import gather_cls_or_text_sum, hash_texts, sentence_sequences
-from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
+from xscale.objectives.step_contrast import step_contrast_losses, vectors_and_text_hashes
 from xscale.recipe import STRICT, NotNegative
 
 
@@ -69,7 +69,7 @@ def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
 ) -> Losses:
     """Return the sum over the row's pairs of half of their losses in both directions."""
-    return step_contrast(states, "ranking", options.temperature, options.margin)
+    return step_contrast_losses(states, "ranking", options.temperature, options.margin)
 
 
 OBJECTIVE = Objective(

@@ -26,7 +26,7 @@ from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.contextual import are_one_to_one
 from xscale.objectives.ppa import hash_texts
-from xscale.objectives.step_contrast import step_contrast, vectors_and_text_hashes
+from xscale.objectives.step_contrast import step_contrast_losses, vectors_and_text_hashes
 from xscale.recipe import STRICT
 
 
@@ -65,7 +65,7 @@ def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions
 ) -> Losses:
     """Return the sum over the row's links of half of their losses in both directions."""
-    return step_contrast(states, "words", options.temperature)
+    return step_contrast_losses(states, "words", options.temperature)
 
 
 OBJECTIVE = Objective(

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from xscale.deepspeed_private import is_partitioned
 
 
-def can_fuse(x_NH: Tensor, norm: nn.Module) -> bool:
+def should_fuse(x_NH: Tensor, norm: nn.Module) -> bool:
     """Return True if the fused kernel should be used: in 16 bits on CUDA, for a norm whose weights are not partitioned,
     and if a backward pass follows (otherwise plain operators cost the host less)."""
     if not x_NH.is_cuda or not torch.is_grad_enabled() or not isinstance(norm, nn.LayerNorm) or norm.bias is None:

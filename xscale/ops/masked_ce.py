@@ -36,10 +36,10 @@ class LossAndCorrect(NamedTuple):
     """True for each prediction whose label has the highest logit [M]."""
 
 
-def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
-    """Return the maximum number of predictions of a chunk. device: "cpu" or "cuda"; itemsize: the bytes of a logit.
+def max_predictions_of_chunk(device: str, vocab_size: int, bytes_of_logit: int) -> int:
+    """Return the maximum number of predictions of a chunk. device: "cpu" or "cuda".
     More predictions are divided into chunks of at least half this number."""
-    return max(ROWS, GPU_LOGITS // (vocabulary * itemsize)) if device == "cuda" else ROWS
+    return max(ROWS, GPU_LOGITS // (vocab_size * bytes_of_logit)) if device == "cuda" else ROWS
 
 
 def masked_cross_entropy(
@@ -126,7 +126,7 @@ def _losses_and_gradients(
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
     factors_M = weights_M * scale if any(gradient is not None for gradient in gradients) else None
     kernel = _kernel_module(features_MH)
-    chunks = max(1, -(-M // chunk_rows(features_MH.device.type, V, features_MH.itemsize)))
+    chunks = max(1, -(-M // max_predictions_of_chunk(features_MH.device.type, V, features_MH.itemsize)))
     stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
     buffer_CV = features_MH.new_empty(-(-M // chunks), stride)[:, :V]
     found = []

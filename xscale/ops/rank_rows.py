@@ -8,21 +8,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gather_rank_rows(rows_ND: Tensor, counts: list[int] | None = None) -> tuple[Tensor, int]:
+def all_gather_rows(rows_ND: Tensor, row_counts_of_ranks: list[int] | None = None) -> tuple[Tensor, int]:
     """Return the rows of all ranks [V, D], in the order of ranks, and the index of this rank's first row. All ranks
-    call it together. counts: the number of rows of each rank; None: the ranks first exchange these numbers, for which
+    call it together. row_counts_of_ranks: None: the ranks first exchange these numbers, for which
     the host waits for the device."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows_ND, 0
-    if counts is None:
+    if row_counts_of_ranks is None:
         sizes = [torch.zeros(1, dtype=torch.int64, device=rows_ND.device) for _ in range(dist.get_world_size())]
         dist.all_gather(sizes, torch.tensor([len(rows_ND)], device=rows_ND.device))
-        counts = torch.cat(sizes).tolist()
+        row_counts_of_ranks = torch.cat(sizes).tolist()
     rank = dist.get_rank()
-    assert counts[rank] == len(rows_ND), (counts, len(rows_ND))
-    padded = rows_ND.new_zeros(max(counts), rows_ND.shape[1])
+    assert row_counts_of_ranks[rank] == len(rows_ND), (row_counts_of_ranks, len(rows_ND))
+    padded = rows_ND.new_zeros(max(row_counts_of_ranks), rows_ND.shape[1])
     padded[: len(rows_ND)] = rows_ND
-    gathered = [torch.empty_like(padded) for _ in counts]
+    gathered = [torch.empty_like(padded) for _ in row_counts_of_ranks]
     dist.all_gather(gathered, padded)
-    parts = [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
-    return torch.cat(parts), sum(counts[:rank])
+    parts = [rows[:count] for rows, count in zip(gathered, row_counts_of_ranks, strict=True)]
+    return torch.cat(parts), sum(row_counts_of_ranks[:rank])

@@ -46,7 +46,7 @@ class _ShortAttention(torch.autograd.Function):
         ctx.save_for_backward(qkv_NX, starts_B1)
         ctx.arguments = longest, seed, heads, dropout, window
         out_NH = qkv_NX.new_empty(len(qkv_NX), qkv_NX.shape[1] // 3)
-        kernel.attend(qkv_NX.contiguous(), starts_B1, out_NH, *ctx.arguments)
+        kernel.launch_attention_kernels(qkv_NX.contiguous(), starts_B1, out_NH, *ctx.arguments)
         return out_NH
 
     @staticmethod
@@ -58,5 +58,7 @@ class _ShortAttention(torch.autograd.Function):
         qkv_NX = qkv_NX.contiguous()
         grad_NX = torch.empty_like(qkv_NX)
         longest, seed, heads, dropout, window = ctx.arguments
-        kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), longest, seed, heads, dropout, window, grad_NX)
+        kernel.launch_attention_kernels(
+            qkv_NX, starts_B1, grad_NH.contiguous(), longest, seed, heads, dropout, window, grad_NX
+        )
         return grad_NX, None, None, None, None, None, None

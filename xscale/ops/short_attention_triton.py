@@ -9,7 +9,7 @@ from torch import Tensor
 from xscale.ops.triton_dropout import dropout_mask, dropout_mask_arguments
 
 
-def attend(
+def launch_attention_kernels(
     qkv_NX: Tensor,
     starts_B1: Tensor,
     out_NH: Tensor,

@@ -9,7 +9,7 @@ from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, convert_epochs_to_steps, open_corpus
 from xscale.data.loader import Loader
 from xscale.errors import UserError
-from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
+from xscale.models.build import build_initial_encoder, configured_dropout, has_segments, xscale_field_of_init
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe, load_recipe
@@ -76,7 +76,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
 
 def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
     """Build the module of step 0."""
-    return StepModule(initial_encoder(recipe, corpus, load_initial_model), recipe)
+    return StepModule(build_initial_encoder(recipe, corpus, load_initial_model), recipe)
 
 
 def fit_rows_into_gpu_memory(

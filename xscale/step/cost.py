@@ -8,8 +8,8 @@ from torch import nn
 
 from xscale.data.loader import GPU_TOKENS
 from xscale.models.encoder import Encoder
-from xscale.models.flat import bert_states, flat_or_padded_states, modernbert_states
-from xscale.ops.masked_ce import BLOCK, chunk_rows
+from xscale.models.flat import bert_states, choose_forward_pass, modernbert_states
+from xscale.ops.masked_ce import BLOCK, max_predictions_of_chunk
 from xscale.recipe import Recipe
 from xscale.step.module import StepModule
 from xscale.step.zero import offloads_optimizer, zero_stage
@@ -45,7 +45,7 @@ def default_max_tokens(
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = sum(peak_bytes_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
-    is_padded = flat_or_padded_states(module.encoder.lm.config) not in (bert_states, modernbert_states)
+    is_padded = choose_forward_pass(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
     most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
     fitting = int((GPU_SHARE * gpu_bytes - states) / per_token)
@@ -141,7 +141,7 @@ def vocabulary_head_bytes(encoder: Encoder, bytes_of_number: int, device: str, p
     """Return the bytes of a chunk of logits, of a block of fp32 probabilities on a CPU, and of the head weight's
     gradient in fp32 and, if it has 16 bits, in these. predictions: those of a row."""
     c = encoder.lm.config
-    rows = min(chunk_rows(device, c.vocab_size, bytes_of_number), predictions)
+    rows = min(max_predictions_of_chunk(device, c.vocab_size, bytes_of_number), predictions)
     logits = rows * bytes_of_number
     if device == "cpu":
         logits += 4 * min(BLOCK, rows)
@@ -149,7 +149,7 @@ def vocabulary_head_bytes(encoder: Encoder, bytes_of_number: int, device: str, p
     return c.vocab_size * (logits + c.hidden_size * (4 + narrow))
 
 
-def peak_flops() -> float | None:
+def gpu_peak_flops() -> float | None:
     """Return the peak FLOP/s of this process's GPU; None for a CPU or an unknown GPU."""
     if torch.cuda.is_available():
         for device, flops in PEAK_FLOPS.items():
@@ -161,7 +161,7 @@ def peak_flops() -> float | None:
 def linears_after_last_attention(encoder: Encoder) -> list[nn.Linear]:
     """Return the linear layers behind the last layer's attention, if the encoder's forward pass skips tokens there."""
     base: Any = encoder.lm.base_model
-    forward_pass = flat_or_padded_states(encoder.lm.config)
+    forward_pass = choose_forward_pass(encoder.lm.config)
     if forward_pass is bert_states:
         last = base.encoder.layer[-1]
         return [last.attention.output.dense, last.intermediate.dense, last.output.dense]
@@ -204,7 +204,7 @@ class StepFlops:
         self.window = config.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
         self.has_vectors = has_vectors
-        self.peak = peak_flops()
+        self.peak = gpu_peak_flops()
 
     @classmethod
     def of(cls, module: StepModule) -> "StepFlops":

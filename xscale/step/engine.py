@@ -13,8 +13,8 @@ from torch import nn
 
 from xscale import deepspeed_private as private
 from xscale.errors import LOG, UserError
-from xscale.models.build import decay_groups
-from xscale.step.module import StepModule, names_with_head_lr
+from xscale.models.build import parameter_groups_by_decay
+from xscale.step.module import StepModule, parameter_names_with_head_lr
 from xscale.step.zero import offloads_optimizer, register_weights_read_directly, zero_stage
 
 REFUSALS = (ValueError, TypeError, AttributeError, ImportError, NotImplementedError, AssertionError)
@@ -35,7 +35,9 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         load_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
-    groups = decay_groups(module, optimizer["params"]["weight_decay"], names_with_head_lr(module))
+    groups = parameter_groups_by_decay(
+        module, optimizer["params"]["weight_decay"], parameter_names_with_head_lr(module)
+    )
     if zero_stage(ds_config):
         for group in groups:
             group["params"].sort(key=lambda weight: weight.numel() % 8 > 0)

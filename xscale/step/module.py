@@ -159,7 +159,7 @@ class StepModule(nn.Module):
         returns. prediction_weights_M: weight of each prediction, divided by `largest_weight`; `compute_row_loss` in
         step.py explains why.
         """
-        states = encoder_states(self.encoder, row)
+        states = encoder_states_by_stream(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=prediction_weights_M.device)
@@ -225,7 +225,7 @@ def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> lis
     return [Sums(keys, sums_G[:-1])]
 
 
-def encoder_states(encoder: Encoder, row: Row) -> States:
+def encoder_states_by_stream(encoder: Encoder, row: Row) -> States:
     """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device, whose gather
     has the states in the order of row.state_counts. The encoder returns only the hidden states of row.places [P, H],
     whose indices are the gather's columns."""
@@ -270,7 +270,7 @@ def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None
         )
 
 
-def names_with_head_lr(module: nn.Module) -> list[str]:
+def parameter_names_with_head_lr(module: nn.Module) -> list[str]:
     """Return the names of the parameters with the learning rate train.head_lr, or [] if it is null or the module is not
     a StepModule."""
     if not isinstance(module, StepModule) or module.head_lr is None:

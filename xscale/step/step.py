@@ -17,9 +17,9 @@ from xscale import rng
 from xscale.data.packed_row import Row, copy_to_device
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
-from xscale.ops.rank_rows import gather_rank_rows
+from xscale.ops.rank_rows import all_gather_rows
 from xscale.recipe import Recipe
-from xscale.step.module import States, StepModule, Sums, Weights, encoder_states
+from xscale.step.module import States, StepModule, Sums, Weights, encoder_states_by_stream
 from xscale.step.zero import one_reduction, update_weights_if_finite
 
 
@@ -34,7 +34,7 @@ class StepResult:
     lr: float
     """The learning rate."""
     begin: Any
-    """The time at which this rank's passes began, by `device_time`."""
+    """The time at which this rank's passes began, by `record_device_time`."""
     end: Any
     """The time at which the passes ended, before the reduction."""
 
@@ -97,16 +97,16 @@ def optimizer_step(
     precomputed = precompute_and_gather_states(engine.module, rows, seeds, vector_counts_of_ranks)
     norms = dict[str, Tensor]()
     if measure:
-        norms = gradient_norms(engine, rows, precomputed, weights, seeds)
+        norms = measure_gradient_norms(engine, rows, precomputed, weights, seeds)
     weights_for_mean_over_ranks = {key: world * weight for key, weight in weights.items()}
     sums_of_rows = list[Sums]()
-    begin = device_time(engine.device)
+    begin = record_device_time(engine.device)
     with one_reduction(engine):
         for row, states, seed in zip(rows, precomputed, seeds, strict=True):
             loss, sums = compute_row_loss(engine, row, states, weights_for_mean_over_ranks, seed)
             sums_of_rows.append(sums)
             engine.backward(loss)
-        end = device_time(engine.device)
+        end = record_device_time(engine.device)
     applied = update_weights_if_finite(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied)
@@ -139,7 +139,7 @@ def sum_evaluation_losses(
         module.train()
 
 
-def device_time(device: torch.device) -> float | torch.cuda.Event:
+def record_device_time(device: torch.device) -> float | torch.cuda.Event:
     """Return the present time in seconds, or on CUDA an event, so that the host does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -169,16 +169,16 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     return states_of_rows
 
 
-def group_rows_by_tokens(tokens: list[int], max_tokens: int) -> list[list[int]]:
+def group_rows_by_tokens(tokens_of_rows: list[int], max_tokens: int) -> list[list[int]]:
     """Return the numbers of the rows in groups of consecutive rows that have at most max_tokens tokens together. A
-    longer row is a group by itself. tokens: the number of tokens of each row, at least one row."""
+    longer row is a group by itself. tokens_of_rows: of at least one row."""
     groups: list[list[int]] = [[0]]
-    held = tokens[0]
-    for number in range(1, len(tokens)):
-        held += tokens[number]
+    held = tokens_of_rows[0]
+    for number in range(1, len(tokens_of_rows)):
+        held += tokens_of_rows[number]
         if held > max_tokens:
             groups.append([])
-            held = tokens[number]
+            held = tokens_of_rows[number]
         groups[-1].append(number)
     return groups
 
@@ -194,11 +194,13 @@ def precompute_and_gather_states(
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather_new_vectors(vector_counts_of_ranks.get(stream))
     if module.streams_with_vectors():
-        add_vectors_of_step(precomputed, module, rows, seeds)
+        add_gathered_vectors_of_step(precomputed, module, rows, seeds)
     return precomputed
 
 
-def add_vectors_of_step(precomputed: list[States], module: StepModule, rows: list[Row], seeds: list[Seed]) -> None:
+def add_gathered_vectors_of_step(
+    precomputed: list[States], module: StepModule, rows: list[Row], seeds: list[Seed]
+) -> None:
     """Add the vectors of the step to the states of each row: "step" [V, D], the vectors of all rows and ranks, and
     "own" [n], the indices of the row's own vectors in it.
 
@@ -211,12 +213,12 @@ def add_vectors_of_step(precomputed: list[States], module: StepModule, rows: lis
     for row, seed in zip(rows, seeds, strict=True):
         torch.manual_seed(rng.torch_seed("dropout", *seed))
         # The encoder runs as in training, with gradient, so that its kernels draw the same masks.
-        states = encoder_states(module.encoder, row)
+        states = encoder_states_by_stream(module.encoder, row)
         vectors.append({stream: module.compute_vectors(stream, states[stream], row).detach() for stream in streams})
         del states
     for stream in streams:
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
-        step_VD, start = gather_rank_rows(torch.cat(vectors_of_rows))
+        step_VD, start = all_gather_rows(torch.cat(vectors_of_rows))
         for row_states, row_ND in zip(precomputed, vectors_of_rows, strict=True):
             own_N = torch.arange(start, start + len(row_ND), device=row_ND.device)
             row_states[stream] = row_states.get(stream, {}) | {"step": step_VD, "own": own_N}
@@ -263,7 +265,7 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
     return float(engine.get_lr()[0])
 
 
-def gradient_norms(
+def measure_gradient_norms(
     engine: Any, rows: list[Row], precomputed: list[States], weights: Weights, seeds: list[Seed]
 ) -> dict[str, Tensor]:
     """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
