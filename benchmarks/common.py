@@ -97,7 +97,7 @@ def train_run(
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Make this process the only rank of a process group."""
-    ranks.join_process_group(ranks.process_of_launcher(may_be_alone=True))
+    ranks.join_process_group(ranks.read_launcher_and_set_environment(may_be_alone=True))
     yield
     torch.distributed.destroy_process_group()
 

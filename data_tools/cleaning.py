@@ -187,6 +187,7 @@ def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds
 
 @cache
 def cached_tokenizer(path_or_hub_name: str) -> Tokenizer:
+    """Load a tokenizer once in a process."""
     return Tokenizer(path_or_hub_name)
 
 
@@ -223,7 +224,7 @@ def check_excluded_file(path: str) -> None:
         )
 
 
-def hash_texts(units: list[list[str]]) -> np.ndarray:
+def hash_texts_of_units(units: list[list[str]]) -> np.ndarray:
     """Return uint64 [len(units)]: a hash of all texts of each unit."""
     hashes = [blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units]
     return np.frombuffer(b"".join(hashes), dtype="<u8")

@@ -83,7 +83,7 @@ def done_marker_path(folder: Path, step: str, number: int) -> Path:
     return folder / "done" / step / f"{number:06d}"
 
 
-def do_task(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
+def do_task_unless_done(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
     """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
     done = done_marker_path(folder, name, number)
     if not done.exists():
@@ -104,14 +104,14 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
     """Do the tasks in this process if `workers` is 1, else in a pool. Yield after each task."""
     if workers == 1:
         for number in tasks.numbers:
-            do_task(tasks.folder, tasks.name, tasks.function, number)
+            do_task_unless_done(tasks.folder, tasks.name, tasks.function, number)
             yield
         return
     # Forked workers hold the folder's lock, too: a new start waits until the workers of a killed one have ended.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, exit_with_parent, (os.getpid(),))
     try:
-        futures = [pool.submit(do_task, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
+        futures = [pool.submit(do_task_unless_done, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
         for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool:
@@ -182,7 +182,7 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
                 f"the Ray cluster does not answer ({error}). Correct the environment variable RAY_ADDRESS, or start "
                 "Ray at the address in RAY_ADDRESS"
             ) from None
-    remote = ray.remote(do_task)
+    remote = ray.remote(do_task_unless_done)
     folder = tasks.folder.resolve()
     left = list(tasks.numbers)
     running = list[Any]()

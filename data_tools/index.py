@@ -207,7 +207,7 @@ def build_index(
     if not paths:
         raise UserError(f"{directory} has no .tar files. Choose a folder of tars")
     segmentations = read_segmentation_by_layout(directory) if check_links else None
-    index_one = partial(index_tar, langs=langs, segmentations=segmentations)
+    index_one = partial(write_idx_of_tar, langs=langs, segmentations=segmentations)
     index = make_index_content(directory, index_tars_in_processes(index_one, paths), made_by)
     write_index(directory, index)
     return index
@@ -228,7 +228,7 @@ def index_tars_in_processes(index_one: Callable[[Path], ScannedTar], paths: list
             ) from None
 
 
-def index_tar(
+def write_idx_of_tar(
     path: Path, langs: tuple[str, ...] | None = None, segmentations: Mapping[str, dict[str, str]] | None = None
 ) -> ScannedTar:
     """Write the .idx file of a tar. langs, segmentations: see scan_tar. Raises UserError."""

@@ -30,7 +30,7 @@ from . import steps, word_aligner
 from .cleaning import cached_tokenizer, check_excluded_file, identifiable_languages, language_code
 from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
-from .engine import EXECUTORS, TaskList, do_task, done_marker_path, lock_folder, run_tasks
+from .engine import EXECUTORS, TaskList, do_task_unless_done, done_marker_path, lock_folder, run_tasks
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus made by xscale data prepare</title>
@@ -118,7 +118,7 @@ def check_lexicons(corpus: Corpus) -> None:
         read_entries(path)
 
 
-def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
+def check_or_write_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
     """Write a stamp to the work folder: xscale's version, because another version may write other files; corpus.yaml;
     and each input file's size and modification time. Raise UserError if they have changed since the first task was
     done."""
@@ -246,7 +246,7 @@ def render_page(report: dict[str, Any]) -> str:
     return Environment(autoescape=True, trim_blocks=True).from_string(PAGE).render(report)
 
 
-def write_result(corpus: Corpus, folder: Path, out: Path) -> None:
+def publish_result_and_remove_work(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write the report, move the result to `out`, and remove the work folder."""
     result = folder / "result"
     for path in list(result.rglob(f"*{files.PARTIAL}")):  # left by a killed task
@@ -268,10 +268,10 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     try:
         check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
-        check_unchanged(plan, folder)
+        check_or_write_stamp(plan, folder)
         steps.write_plan(folder, plan)
         do_steps(folder, executor, workers)
-        write_result(corpus, folder, out)
+        publish_result_and_remove_work(corpus, folder, out)
     finally:
         os.close(lock)
 
@@ -325,7 +325,7 @@ def do_tasks_of_job(folder: Path, name: str, job: int, jobs: int) -> None:
     """Do every `jobs`-th task of a step, from task `job` on, as a job of a SLURM array."""
     step = steps.STEPS[name]
     for number in range(job, step.count(folder), jobs):
-        do_task(folder, name, step.function, number)
+        do_task_unless_done(folder, name, step.function, number)
 
 
 if __name__ == "__main__":

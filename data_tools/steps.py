@@ -42,7 +42,7 @@ from .cleaning import (
     RemovalCounts,
     cached_tokenizer,
     excluded_lines,
-    hash_texts,
+    hash_texts_of_units,
     minhash_bands,
     violated_token_count_rule,
 )
@@ -223,11 +223,11 @@ def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.n
     in_order = [unit.texts for unit in units]
     if source.pairs and source.langs != source.group:
         in_order = [texts[::-1] for texts in in_order]
-    exact = hash_texts(in_order)
+    exact = hash_texts_of_units(in_order)
     if source.pairs:
         sentences = np.ones(len(units), dtype="<u8")
-        first = hash_texts([texts[:1] for texts in in_order])
-        second = hash_texts([texts[1:] for texts in in_order])
+        first = hash_texts_of_units([texts[:1] for texts in in_order])
+        second = hash_texts_of_units([texts[1:] for texts in in_order])
     else:
         sentences = np.array(list(map(len, in_order)), dtype="<u8")
         first = second = exact
@@ -268,7 +268,7 @@ def write_unit_states(folder: Path, group_number: int) -> None:
             "correct the sources"
         )
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    choose_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
+    mark_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -287,7 +287,7 @@ def occurs_once(values: np.ndarray) -> np.ndarray:
     return counts[number] == 1
 
 
-def choose_held_out_units(state: np.ndarray, units: np.ndarray, sentence_limit: int) -> None:
+def mark_held_out_units(state: np.ndarray, units: np.ndarray, sentence_limit: int) -> None:
     """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
     `sentence_limit` sentences together, and a unit with too many is passed over. No side of a pair that is held out
     occurs in another kept pair of the group. units: the result of unit_hashes, with the columns before FIRST_BAND."""
@@ -314,7 +314,7 @@ def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, in
     yield from zip(units, read_selection_states(folder, chunk).tolist(), strict=True)
 
 
-def align_direction(folder: Path, direction_number: int) -> None:
+def write_links_of_direction(folder: Path, direction_number: int) -> None:
     """Give word links to all pairs of a direction that have none, by one run of the aligner."""
     corpus = read_plan(folder).corpus
     langs = corpus.directions_to_word_align[direction_number]
@@ -368,7 +368,7 @@ def count_kept_texts(folder: Path) -> Counter[str]:
     return counts
 
 
-def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) -> Iterator[tuple[str, str]]:
+def sample_kept_texts(folder: Path, counts: Counter[str], size: int, alpha: float) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of an evenly spread sample of at most `size` kept texts. A language's share of the sample
     is proportional to its count ** alpha. counts: the number of kept texts in each language."""
     total = sum(count**alpha for count in counts.values())
@@ -381,7 +381,7 @@ def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) ->
             yield lang, text
 
 
-def make_tokenizer(folder: Path, _: int) -> None:
+def write_tokenizer(folder: Path, _: int) -> None:
     """Train the tokenizer, or copy an existing one. The step has this one task."""
     spec = read_plan(folder).corpus.tokenizer
     out = folder / "result/tokenizer"
@@ -390,7 +390,7 @@ def make_tokenizer(folder: Path, _: int) -> None:
         if isinstance(spec, TokenizerSpec):
             from .tokenizer import train
 
-            texts = sample_texts(folder, count_kept_texts(folder), SAMPLE, spec.alpha)
+            texts = sample_kept_texts(folder, count_kept_texts(folder), SAMPLE, spec.alpha)
             train(texts, spec.type, spec.vocab_size, False).save_pretrained(partial)
         else:
             cached_tokenizer(str(spec)).hf.save_pretrained(partial)
@@ -549,8 +549,10 @@ STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
     "select": PrepareStep(write_unit_states, lambda folder: len(read_plan(folder).corpus.groups)),
-    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.directions_to_word_align)),
-    "tokenizer": PrepareStep(make_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
+    "align": PrepareStep(
+        write_links_of_direction, lambda folder: len(read_plan(folder).corpus.directions_to_word_align)
+    ),
+    "tokenizer": PrepareStep(write_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
     "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
     "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
     "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.groups)),

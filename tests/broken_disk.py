@@ -110,7 +110,7 @@ def run(entries: list[dict[str, Any]]) -> int:
     if len(entries) == 1:
         now.update(entries[0])
         return train.main(entries[0]["arguments"])
-    process = ranks.process_of_launcher()
+    process = ranks.read_launcher_and_set_environment()
     ranks.join_process_group(process)
     cpu_group = CpuGroup()
     for entry in entries:

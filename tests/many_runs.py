@@ -33,7 +33,7 @@ Status.set_steps_done = stopping_step  # type: ignore[method-assign]
 
 calibrate.DRAWN, calibrate.READ = 256, 64  # fewer samples, which takes a second less of each run
 
-process = ranks.process_of_launcher()
+process = ranks.read_launcher_and_set_environment()
 ranks.join_process_group(process)
 cpu_group = CpuGroup()
 try:

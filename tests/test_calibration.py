@@ -26,7 +26,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
 from xscale.metric_keys import MetricKey
 from xscale.ranks import Process
-from xscale.run.resume import resume_calibration
+from xscale.run.resume import restore_or_measure_calibration
 
 MAX_LENGTH = 128
 RECIPES = ["mixed", "tlm", "mlm", "ppa", "contextual"]
@@ -132,7 +132,7 @@ def test_it_is_kept_as_json(loader) -> None:
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
     checkpoint = Checkpoint(Path(), 1, 1, launch.identity(made), {}, kept, {}, {})
-    assert resume_calibration(made.recipe, made.corpus, checkpoint, nobody) == found
+    assert restore_or_measure_calibration(made.recipe, made.corpus, checkpoint, nobody) == found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -88,7 +88,7 @@ def test_a_schedule_is_followed() -> None:
         schedule.step()
     before = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 7.0
-    private.apply_schedule(type("Engine", (), {"lr_scheduler": schedule}))
+    private.set_learning_rate_by_scheduler(type("Engine", (), {"lr_scheduler": schedule}))
     assert optimizer.param_groups[0]["lr"] == before > 0 and schedule.last_batch_iteration == 5
 
 

@@ -330,9 +330,9 @@ def test_the_margin_takes_from_a_hub_what_makes_it_near_to_all() -> None:
     cosine = torch.tensor([[0.70, 0.80, 0.10], [0.20, 0.95, 0.20], [0.10, 0.80, 0.70]])
     assert cosine.argmax(1).tolist() == [1, 1, 1]
     unit = torch.eye(3)  # whose cosines with the rows are the rows
-    found = retrieval.accuracies(cosine, unit, "ratio", ("en", "de"))
+    found = retrieval.retrieval_accuracies(cosine, unit, "ratio", ("en", "de"))
     assert found == {"en->de": 1, "de->en": 1, "accuracy": 1, "sentences": 3}
-    assert retrieval.accuracies(cosine, unit, "cosine", ("en", "de"))["en->de"] == pytest.approx(1 / 3)
+    assert retrieval.retrieval_accuracies(cosine, unit, "cosine", ("en", "de"))["en->de"] == pytest.approx(1 / 3)
 
 
 def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:

@@ -128,7 +128,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
         step.mkdir(parents=True)
         torch.save({}, step / "mp_rank_00_model_states.pt")
         seal(step, 1, {"identity": was})
-        run_status.check_folder(tmp_path / "run", now, "auto")
+        run_status.check_folder_is_free_or_own(tmp_path / "run", now, "auto")
 
 
 def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,16 +268,16 @@ def test_a_checkpoint_is_no_run(run: Path) -> None:
     step = run / "checkpoints/step_00000008"
     assert newest(step) is None
     with pytest.raises(UserError, match="is not a run of xscale"):
-        run_status.check_folder(step, {"a": 1}, "auto")
+        run_status.check_folder_is_free_or_own(step, {"a": 1}, "auto")
 
 
 def test_a_folder_belongs_to_the_run_of_its_newest_readable_checkpoint(run: Path) -> None:
     (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text("{")
-    run_status.check_folder(run, {"a": 1}, "auto")
+    run_status.check_folder_is_free_or_own(run, {"a": 1}, "auto")
     with pytest.raises(UserError, match=f"has a run with other settings.*model.init={run}"):
-        run_status.check_folder(run, {"a": 2}, "auto")
+        run_status.check_folder_is_free_or_own(run, {"a": 2}, "auto")
     with pytest.raises(UserError, match="already has a run"):
-        run_status.check_folder(run, {"a": 1}, "never")
+        run_status.check_folder_is_free_or_own(run, {"a": 1}, "never")
 
 
 def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:

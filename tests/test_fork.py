@@ -197,7 +197,7 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     fork = resolved("mono_xx", "pairs", "mono_en")
     begun = resume.with_corpus_positions(checkpoint, *fork)
-    calibration = resume.resume_calibration(*fork, begun, CpuGroup())
+    calibration = resume.restore_or_measure_calibration(*fork, begun, CpuGroup())
     draws, _ = draw(Loader(*fork, calibration), begun.state, 40)
     assert set(alone) == {("mlm", "en"), ("tlm", "en-xx")} and set(draws) == {*alone, ("mlm", "xx")}
     for key, of_parent in alone.items():

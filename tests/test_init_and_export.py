@@ -277,7 +277,7 @@ def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepMod
 
 def read_on_a_rank(init: Path, folder: Path) -> None:
     """Write how often the rank has read weights, and the weights that it has."""
-    process = ranks.process_of_launcher()
+    process = ranks.read_launcher_and_set_environment()
     ranks.join_process_group(process)
     reads, plain = [], restore.read_full_weights
     restore.read_full_weights = lambda path: reads.append(path) or plain(path)  # type: ignore[func-returns-value]
@@ -618,4 +618,4 @@ def test_sentence_transformers_makes_our_vectors(
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
     expected = retrieval.evaluate(model, read_texts(source, 100), source.langs, [pooling])
-    assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]
+    assert [retrieval.retrieval_accuracies(*sides, "cosine", source.langs)] == [*expected.values()]

@@ -25,7 +25,7 @@ from tests import launch
 from xscale import ranks, train
 from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.run_status import DONE, STATUS, STOPPED, Status, check_folder, exit_code_and_message
+from xscale.run.run_status import DONE, STATUS, STOPPED, Status, check_folder_is_free_or_own, exit_code_and_message
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch):
 
     def start(environment: dict[str, str], may_be_alone: bool = False) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.process_of_launcher(may_be_alone)
+        process = ranks.read_launcher_and_set_environment(may_be_alone)
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -87,7 +87,7 @@ def test_an_environment_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
     with pytest.raises(UserError, match=named):
-        ranks.process_of_launcher()
+        ranks.read_launcher_and_set_environment()
 
 
 def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_looked_at(
     def fail(args: Any, *_: Any) -> None:
         if is_typo:
             raise UserError("no such field")
-        check_folder(args.out, {}, "auto")
+        check_folder_is_free_or_own(args.out, {}, "auto")
 
     monkeypatch.setattr(train, "train", fail)
     out = str(tmp_path / ("x" * 256))
@@ -271,11 +271,11 @@ def listening():
     return {found.laddr for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
 
 before = listening()
-process = ranks.process_of_launcher()
+process = ranks.read_launcher_and_set_environment()
 ranks.join_process_group(process)
 group = ranks.CpuGroup()
 assert group.begin_sum([3])() == [3 * process.world]
-places = group.gather([process.rank, process.world, process.local_rank, process.local_world])
+places = group.all_gather([process.rank, process.world, process.local_rank, process.local_world])
 if process.is_main:
     with open(__file__ + ".json", "w") as file:
         json.dump([places, sorted({address.ip for address in listening() - before})], file)
@@ -309,7 +309,7 @@ def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> N
     communicator = SimpleNamespace(Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
     with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py finds only 1"):
-        ranks.process_of_launcher()
+        ranks.read_launcher_and_set_environment()
 
 
 def allocate() -> Exception:

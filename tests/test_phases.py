@@ -30,7 +30,7 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Schedule, load_recipe
 from xscale.run.resolve import module_of_run, resolve_run
-from xscale.run.resume import resume_calibration
+from xscale.run.resume import restore_or_measure_calibration
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
 BASE: dict[str, Any] = {
@@ -183,7 +183,7 @@ def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> 
     kept = json.loads(json.dumps(asdict(plan.calibration)))
     again = Calibration.from_dict(kept)
     assert again == plan.calibration and len(again.phases) == len(PHASES)
-    assert resume_calibration(plan.recipe, plan.corpus, None, CpuGroup(alone=True)).phases == again.phases
+    assert restore_or_measure_calibration(plan.recipe, plan.corpus, None, CpuGroup(alone=True)).phases == again.phases
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -28,7 +28,7 @@ from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.retrieval import accuracies
+from xscale.eval.retrieval import retrieval_accuracies
 from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -414,7 +414,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
     notes = warm_up_queues(engine, loader, place)
     assert notes == ["filling the queue of streams.ppa"] * 2, "after each batch of 7 keys, but for the last"
-    warm_up = prefilling.single_stream_loader(loader, "ppa")
+    warm_up = prefilling.prefill_loader_of_stream(loader, "ppa")
     filling, stream = (
         [
             key
@@ -504,7 +504,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
         with torch.no_grad():
             return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, ppa.PpaOptions()) for ids in sentences])
 
-    assert accuracies(z_of(0), z_of(1), "cosine", ("en", "xx"))["accuracy"] > 0.15
+    assert retrieval_accuracies(z_of(0), z_of(1), "cosine", ("en", "xx"))["accuracy"] > 0.15
 
 
 def test_advice(demo: Path) -> None:

@@ -505,7 +505,7 @@ def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch)
     texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
     monkeypatch.setattr(steps, "read_kept_languages_and_texts", lambda folder: texts)
     for alpha in (0.0, 0.5, 1.0):
-        found = Counter(lang for lang, _ in steps.sample_texts(Path(), counts, 2_000, alpha))
+        found = Counter(lang for lang, _ in steps.sample_kept_texts(Path(), counts, 2_000, alpha))
         total = sum(count**alpha for count in counts.values())
         for lang, count in counts.items():
             assert abs(found[lang] - 2000 * count**alpha / total) <= 1
@@ -911,7 +911,7 @@ def test_another_corpus_or_run_is_refused(
     with pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
         run(tmp_path, tree)
     os.close(lock)
-    prepare.check_unchanged(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
+    prepare.check_or_write_stamp(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     for other in ({"sources": [tree["sources"][0] | {"first": 6}]}, tree | {"heldout": {"pairs": 1}}):
@@ -924,12 +924,12 @@ def test_another_corpus_or_run_is_refused(
     with_tokenizer = load_corpus(written(tmp_path, tree | {"tokenizer": str(tmp_path / "tokenizer")}))
     (folder / "stamp.json").unlink()
     files.remove(folder / "done")
-    prepare.check_unchanged(steps.CorpusPlan(with_tokenizer), folder)
+    prepare.check_or_write_stamp(steps.CorpusPlan(with_tokenizer), folder)
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     (tmp_path / "tokenizer" / "tokenizer.json").touch()
     with pytest.raises(UserError, match=r"a file that corpus\.yaml lists has changed"):
-        prepare.check_unchanged(steps.CorpusPlan(with_tokenizer), folder)
+        prepare.check_or_write_stamp(steps.CorpusPlan(with_tokenizer), folder)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
 

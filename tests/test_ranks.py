@@ -29,11 +29,11 @@ def meet(rank: int, found: "multiprocessing.Queue[tuple[int, list[int], bool]]")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     before = sockets()
-    ranks.join_process_group(ranks.process_of_launcher())
+    ranks.join_process_group(ranks.read_launcher_and_set_environment())
     started = sockets()
     cpu_group = CpuGroup()
     sums = cpu_group.begin_sum([rank, 1])()
-    assert cpu_group.gather(rank) == [*range(RANKS)]
+    assert cpu_group.all_gather(rank) == [*range(RANKS)]
     found.put((sockets() - started, sums, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and started > before))
     cpu_group.barrier()
     found.close()

@@ -46,7 +46,7 @@ def test_a_checkpoint_has_only_known_types(tmp_path: Path) -> None:
 def test_code_in_a_checkpoint_is_not_run_by_any_load(tmp_path: Path, weights_only: bool) -> None:
     """weights_only=False: as DeepSpeed loads its files."""
     torch.save({"x": Code(tmp_path / "owned")}, tmp_path / "code.pt")
-    with pytest.raises(pickle.UnpicklingError), private.known_types_only():
+    with pytest.raises(pickle.UnpicklingError), private.loading_known_types_only():
         torch.load(tmp_path / "code.pt", weights_only=weights_only)
     assert not (tmp_path / "owned").exists()
 

@@ -21,7 +21,7 @@ from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.ranks import CpuGroup, Process, raise_if_user_error, value_or_user_error
+from xscale.ranks import CpuGroup, Process, unwrap_or_raise_user_error, value_or_user_error
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -38,7 +38,7 @@ class Threads(CpuGroup):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.is_main = rank, size, rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.board[self.rank] = value
         self.barrier_of.wait(30)
         found = [self.board[rank] for rank in range(self.size)]
@@ -46,7 +46,7 @@ class Threads(CpuGroup):
         return found
 
     def value_from_main(self, make: Any) -> Any:
-        return raise_if_user_error(self.gather(value_or_user_error(make) if self.is_main else None)[0])
+        return unwrap_or_raise_user_error(self.all_gather(value_or_user_error(make) if self.is_main else None)[0])
 
 
 def on_ranks(size: int, work: Any) -> list[Any]:

@@ -60,10 +60,10 @@ def batches(failing: int) -> Any:
 
 
 class Failed(Exception):
-    """Return the error that end_all_ranks raises."""
+    """Return the error that raise_on_all_ranks raises."""
 
 
-def end_all_ranks(*_: Any) -> None:
+def raise_on_all_ranks(*_: Any) -> None:
     raise Failed
 
 
@@ -73,7 +73,7 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     context.stop = stop
     context.watch = SimpleNamespace(note=lambda doing: None)
     context.locks = []
-    metrics: Any = SimpleNamespace(wants_flush=lambda: False)
+    metrics: Any = SimpleNamespace(begin_flush_if_due=lambda: False)
     return StepSynchronizer(context, metrics, 0, STEPS)
 
 
@@ -123,5 +123,5 @@ def test_a_stop_comes_as_many_steps_later() -> None:
 
 
 def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xscale.run.synchronizer.end_all_ranks", end_all_ranks)
+    monkeypatch.setattr("xscale.run.synchronizer.raise_on_all_ranks", raise_on_all_ranks)
     assert run(Network(2.0), fails=30) == (30, "failed")

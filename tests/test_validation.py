@@ -31,7 +31,7 @@ from xscale.eval.in_training import (
     find_task_sources,
     streams_of_heldout_text,
 )
-from xscale.eval.retrieval import accuracies
+from xscale.eval.retrieval import retrieval_accuracies
 from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import CpuGroup, Process
@@ -301,7 +301,7 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
     validation = validation_in(tmp_path, 15, best="retrieval/all/accuracy")
     validation.lines.flush_or_keep_lines()
     assert (
-        validation.name_best_checkpoint() == {5}
+        validation.write_name_of_best_checkpoint() == {5}
         and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
     )
 
@@ -337,7 +337,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     """They are the bootstrap's; a loss that is a plain number has none."""
     validation = validation_in(tmp_path, -1)
     vectors = torch.eye(40)
-    scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
+    scores = retrieval_accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
     validation.report_results(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
     validation.lines.flush_or_keep_lines()
     entry = json.loads((tmp_path / "evals.jsonl").read_text())

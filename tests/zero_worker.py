@@ -59,7 +59,7 @@ from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from xscale import deepspeed_private as private  # noqa: E402
 from xscale import ranks  # noqa: E402
-from xscale.step.engine import load_adam  # noqa: E402
+from xscale.step.engine import load_or_compile_adam  # noqa: E402
 from xscale.step.zero import one_reduction, register_weights_read_directly  # noqa: E402
 
 REDUCE_SCATTER = private.reduce_scatter_in_place
@@ -203,7 +203,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
 
 def build(case: dict[str, Any], out: Path) -> Any:
     if case.get("offload"):
-        load_adam("CPUAdamBuilder")
+        load_or_compile_adam("CPUAdamBuilder")
     model = Toy()
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False))
     engine, *_ = deepspeed.initialize(
@@ -286,7 +286,7 @@ def fail(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    ranks.join_process_group(ranks.process_of_launcher())
+    ranks.join_process_group(ranks.read_launcher_and_set_environment())
     supported = {"fp16": get_accelerator().is_fp16_supported(), "bf16": get_accelerator().is_bf16_supported()}
     results = {}
     for name, case in cases.items():

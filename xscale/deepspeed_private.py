@@ -221,7 +221,7 @@ def skip_step(engine: Any) -> None:
     engine.skipped_steps += 1
 
 
-def apply_schedule(engine: Any) -> None:
+def set_learning_rate_by_scheduler(engine: Any) -> None:
     """Set the learning rate of the next step by the current schedule. After loading a checkpoint, DeepSpeed would use
     the saved rate, which is wrong if train.steps has changed."""
     scheduler = engine.lr_scheduler
@@ -242,7 +242,7 @@ loaded."""
 
 
 @contextmanager
-def known_types_only() -> Iterator[None]:
+def loading_known_types_only() -> Iterator[None]:
     """Return a context in which torch.load, also DeepSpeed's, refuses files with types other than KNOWN_TYPES."""
     types = []
     for name in KNOWN_TYPES:
@@ -254,7 +254,7 @@ def known_types_only() -> Iterator[None]:
 
 def load_state(path: Path) -> dict[str, Any]:
     """Return the content of one of DeepSpeed's files. Its tensors are read when they are used."""
-    with known_types_only():
+    with loading_known_types_only():
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -417,7 +417,7 @@ def end_change_of_flat_weights(engine: Any) -> None:
         optimizer.update_lp_params()
 
 
-def restore_counters(engine: Any, model_state: dict[str, Any], scaler: Any) -> None:
+def restore_scale_schedule_and_counters(engine: Any, model_state: dict[str, Any], scaler: Any) -> None:
     """Restore the loss scale, the state of the ds_config's scheduler, and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler

@@ -15,7 +15,7 @@ from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
 from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
-from xscale.run.resume import find_starting_checkpoint, resume_calibration
+from xscale.run.resume import find_starting_checkpoint, restore_or_measure_calibration
 from xscale.run.start import prepare_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
@@ -32,11 +32,11 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         process = Process(0, args.ranks, 0, args.ranks)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_process()
     run = prepare_run(args, process, hardware, CpuGroup())
-    run_status.check_folder(args.out, run.identity, args.resume)
+    run_status.check_folder_is_free_or_own(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
     print(*run.notes, sep="\n")
     module = module_of_run(run.recipe, run.corpus)
-    calibration = resume_calibration(run.recipe, run.corpus, checkpoint, CpuGroup())
+    calibration = restore_or_measure_calibration(run.recipe, run.corpus, checkpoint, CpuGroup())
     loader = Loader(run.recipe, run.corpus, calibration)
     loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, CpuGroup(), print)
     check_stage_3(module, run.config.stage)

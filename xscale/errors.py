@@ -92,7 +92,7 @@ def adding_note(note: str) -> Iterator[None]:
         raise
 
 
-def report_error(error: UserError | OSError) -> ExitCode:
+def print_error_or_reraise(error: UserError | OSError) -> ExitCode:
     """Print an error that the user or the machine has caused, and return its exit code. Re-raise other errors."""
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
 from xscale.data.tokenizer import transformers_tokenizer
-from xscale.errors import UserError, check_arguments, report_error, run_and_exit
+from xscale.errors import UserError, check_arguments, print_error_or_reraise, run_and_exit
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
     SentenceVectors,
@@ -73,7 +73,7 @@ def main() -> int:
             push_to_hub(args.out, args.push)
             print(f"uploaded {args.out} to {args.push}")
     except (UserError, OSError) as error:
-        return report_error(error)
+        return print_error_or_reraise(error)
     return 0
 
 

@@ -38,7 +38,7 @@ class Process:
         return self.rank == 0
 
 
-def process_of_launcher(may_be_alone: bool = False) -> Process:
+def read_launcher_and_set_environment(may_be_alone: bool = False) -> Process:
     """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
     and set torch's environment variables accordingly. may_be_alone: this process may be the only one in a SLURM job
     of several tasks. Raises UserError."""
@@ -54,7 +54,7 @@ def process_of_launcher(may_be_alone: bool = False) -> Process:
     else:
         process = Process(0, 1, 0, 1)
         if not may_be_alone:
-            check_alone()
+            check_process_is_alone()
     if process.rank >= process.world:
         raise UserError(
             f"the launcher started a process as rank {process.rank}, but says that there are only {process.world} "
@@ -97,7 +97,7 @@ def process_of_mpi() -> Process:
     return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 
 
-def check_alone() -> None:
+def check_process_is_alone() -> None:
     """Raise UserError if a process without a launcher is in a SLURM job of several tasks, or if only one of RANK and
     WORLD_SIZE is set."""
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
@@ -274,7 +274,7 @@ class CpuGroup:
 
         return wait_for_sums
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return on every rank the `value` of each rank, in rank order."""
         if self.group is None:
             return [value]
@@ -287,13 +287,13 @@ class CpuGroup:
         values = [value_or_user_error(make) if self.is_main else None]
         if self.group is not None:
             dist.broadcast_object_list(values, src=0, group=self.group)
-        return raise_if_user_error(values[0])
+        return unwrap_or_raise_user_error(values[0])
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
         raised on all ranks."""
         values = value_or_user_error(lambda: [work() for work in works[self.rank :: self.size]])
-        values_of_ranks = list(map(raise_if_user_error, self.gather(values)))
+        values_of_ranks = list(map(unwrap_or_raise_user_error, self.all_gather(values)))
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def barrier(self) -> None:
@@ -309,7 +309,7 @@ def value_or_user_error(make: Callable[[], Any]) -> Any:
         return error
 
 
-def raise_if_user_error(value: Any) -> Any:
+def unwrap_or_raise_user_error(value: Any) -> Any:
     """Return the result of `value_or_user_error`, which may be another rank's, or raise the UserError that it is."""
     if isinstance(value, UserError):
         raise value

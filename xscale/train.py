@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
-        process = ranks.process_of_launcher(may_be_alone=args.dry_run)
+        process = ranks.read_launcher_and_set_environment(may_be_alone=args.dry_run)
         if args.dry_run and not process.is_main:
             return 0
         status = None if args.dry_run else Status(args.out, process)

@@ -155,7 +155,7 @@ class CheckpointManager:
         message, or an empty string. written: the files of this rank."""
         problems = list[str]()
         sealed: dict[str, Any] = {}
-        for rank, written_by_rank in enumerate(self.cpu_group.gather(written)):
+        for rank, written_by_rank in enumerate(self.cpu_group.all_gather(written)):
             if isinstance(written_by_rank, OSError):
                 problems.append(f"rank {rank}: {written_by_rank}")
             else:

@@ -165,4 +165,4 @@ def load_engine_state(engine: Any, path: Path) -> None:
     for name, buffer in engine.module.named_buffers():
         if name in saved.model["module"]:  # a head of another package may change its buffers
             buffer.copy_(saved.model["module"][name])
-    private.restore_counters(engine, saved.model, saved.scaler)
+    private.restore_scale_schedule_and_counters(engine, saved.model, saved.scaler)

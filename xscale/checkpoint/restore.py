@@ -14,8 +14,8 @@ from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_engine_state
 from xscale.checkpoint.store import Checkpoint
 from xscale.deepspeed_private import (
-    known_types_only,
     load_state,
+    loading_known_types_only,
     model_state_path,
     partition_paths,
     weights_and_states_of_stage_0,
@@ -47,7 +47,7 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # hides DeepSpeed's progress bars and remarks
-        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), known_types_only():
+        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), loading_known_types_only():
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
     return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
@@ -56,7 +56,7 @@ def read_and_broadcast_weights(path: Path, cpu_group: CpuGroup) -> dict[str, Ten
     """Return read_full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it
     together."""
     weights = read_full_weights(path) if cpu_group.is_main else {}
-    shapes = cpu_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
+    shapes = cpu_group.all_gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
     if not cpu_group.is_main:
         weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     if cpu_group.group:

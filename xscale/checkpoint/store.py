@@ -109,7 +109,7 @@ def find_damage(path: Path, cpu_group: CpuGroup) -> str | None:
     """Compare a checkpoint's files with their hashes, and return a description of the damage, or None. Each file is
     read by one rank. All ranks call it together."""
     try:
-        checkpoint = parse_manifest(path / MANIFEST)
+        checkpoint = read_manifest(path / MANIFEST)
     except ValueError as error:
         return f"{MANIFEST}: {error}"
     if NAME.fullmatch(path.name) and step_from_name(path) != checkpoint.step:
@@ -122,7 +122,7 @@ def find_damage(path: Path, cpu_group: CpuGroup) -> str | None:
     for file in sorted(path.glob("*.pt")) if cpu_group.is_main else ():
         if file.name not in checkpoint.files:
             problems.append(f"{file.name} is not listed in {MANIFEST}")
-    return "; ".join(chain.from_iterable(cpu_group.gather(problems))) or None
+    return "; ".join(chain.from_iterable(cpu_group.all_gather(problems))) or None
 
 
 def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
@@ -153,7 +153,7 @@ def find_unsafe_content(path: Path) -> str | None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
-        return parse_manifest(path / MANIFEST)
+        return read_manifest(path / MANIFEST)
     except ValueError as error:
         raise UserError(
             f"{path} is not a usable checkpoint. {path / MANIFEST}: {error}. Use another checkpoint, such as an "
@@ -161,7 +161,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from None
 
 
-def parse_manifest(path: Path) -> Checkpoint:
+def read_manifest(path: Path) -> Checkpoint:
     """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

@@ -65,7 +65,7 @@ def gather_ranks_of_node(cpu_group: CpuGroup) -> Node | None:
     host = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino)
     ranks = list[int]()
     addresses = list[bytes]()
-    for rank, (host_of_rank, address) in enumerate(cpu_group.gather((host, listener.getsockname()))):
+    for rank, (host_of_rank, address) in enumerate(cpu_group.all_gather((host, listener.getsockname()))):
         if host_of_rank == host:
             ranks.append(rank)
             addresses.append(address)

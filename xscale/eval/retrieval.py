@@ -85,11 +85,11 @@ def evaluate(
         if numbers != [-1]:
             words.append(f"layer {layer}")
         key = (pooling, layer)
-        results[" ".join(words)] = accuracies(sides[0][key], sides[1][key], margin, langs)
+        results[" ".join(words)] = retrieval_accuracies(sides[0][key], sides[1][key], margin, langs)
     return results
 
 
-def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
+def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
     """Return the retrieval accuracy in each direction, their mean, and the number of sentences. An accuracy is the
     share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, report_error, run_and_exit
+from xscale.errors import UserError, check_arguments, print_error_or_reraise, run_and_exit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         write_report(args.paths, args.out)
     except (UserError, OSError) as error:
-        return report_error(error)
+        return print_error_or_reraise(error)
     print(args.out)
     return 0
 

@@ -11,7 +11,7 @@ from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
-from xscale.run.resolve import initial_directory
+from xscale.run.resolve import resolve_model_init
 
 DROPPED = 0.03
 """A run warns if more than this share of a stream's pairs is longer than data.max_length."""
@@ -62,7 +62,7 @@ def unread_lexicon_warnings(lexicon: Lexicon) -> list[str]:
 def learning_rate_warnings(recipe: Recipe) -> list[str]:
     """Return a warning if a public encoder would be trained at a rate for random weights."""
     init = recipe.model.init
-    if init is None or recipe.train.lr <= HOT or xscale_field_of_init(initial_directory(init)):
+    if init is None or recipe.train.lr <= HOT or xscale_field_of_init(resolve_model_init(init)):
         return []
     return [
         f"warning: train.lr {recipe.train.lr:g} is a learning rate for random weights, and would harm the "

@@ -62,7 +62,7 @@ class Trainer:
             saved=self.done if checkpoint and is_checkpoint_of_run(checkpoint, context.out) else None,
             write_config_and_tokenizer=self.write_config_and_tokenizer,
             note=context.watch.note,
-            published=lambda: self.evaluations.name_best_checkpoint(),
+            published=lambda: self.evaluations.write_name_of_best_checkpoint(),
         )
         self.metrics = RunMetrics(context, self.recipe, self.manager, self.done, trace)
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
@@ -109,7 +109,9 @@ class Trainer:
             self.data_state = agreed.batch.state
             self.context.stop.arm_time_limit()
             self.context.status.set_steps_done(number)
-            self.metrics.trace_records(number, agreed.batch, flush=agreed.flush > 0)
+            self.metrics.trace_records(number, agreed.batch)
+            if agreed.flush:
+                self.metrics.report_unreported_steps()
             try:
                 is_best = self.evaluations.evaluate_if_due(number)
             except UserError:  # a wrong checkpoint.best, which a resume may set
@@ -166,7 +168,7 @@ class Trainer:
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
-        self.metrics.flush()
+        self.metrics.report_unreported_steps()
         for lines in self.files:  # before a checkpoint says that their steps are done
             lines.flush_or_keep_lines(sync=True)
         loader = self.loader

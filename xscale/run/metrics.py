@@ -219,14 +219,14 @@ class RunMetrics:
         self.started = time.monotonic()
         self.last_line = 0.0
         self.unreported: list[UnreportedStep] = []
-        """The steps whose numbers the next `flush` reads from the device."""
+        """The steps whose numbers the next `report_unreported_steps` reads from the device."""
         self.last_flush = time.monotonic()
         """The time at which metrics were last read, or at which rank 0 asked to read them."""
         self.fp16: bool = manager.engine.fp16_enabled()
         self.skipped_in_a_row = 0
         """The number of steps, up to the newest reported one, that fp16 has skipped without a break."""
 
-    def wants_flush(self) -> bool:
+    def begin_flush_if_due(self) -> bool:
         """Return whether it is time to read metrics. If it is, the next interval begins."""
         if time.monotonic() - self.last_flush < FLUSH_SECONDS:
             return False
@@ -235,18 +235,16 @@ class RunMetrics:
 
     def report_excluded_step(self, number: int, samples: int, tokens: int) -> None:
         """Report an excluded step, whose records were read without changing the model."""
-        self.flush()
+        self.report_unreported_steps()
         excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
         self.lines.write(excluded | {"samples": samples, "tokens": tokens})
 
-    def trace_records(self, number: int, batch: StepBatch, flush: bool) -> None:
-        """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
+    def trace_records(self, number: int, batch: StepBatch) -> None:
+        """Trace the records of a step."""
         for stream, keys in batch.record_keys.items():
             self.trace.write({"step": number, "stream": stream, "keys": keys})
-        if flush:
-            self.flush()
 
-    def flush(self) -> None:
+    def report_unreported_steps(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
         if one of these steps is not finite."""
         self.last_flush = time.monotonic()
@@ -298,21 +296,21 @@ class RunMetrics:
             scale = entry.get("loss_scale")
             what = f"the fp16 gradient of {self.skipped_in_a_row} consecutive steps (loss scale {scale:g})"
         if what:
-            self.raise_not_finite(entry["step"], what, batch, finite)
+            self.write_records_and_raise_not_finite(entry["step"], what, batch, finite)
 
     def raise_loss_scale_at_minimum(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
         """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
-        self.flush()
+        self.report_unreported_steps()
         self.skipped_in_a_row += 1
-        self.raise_not_finite(number, f"the gradient ({error})", batch, finite=True)
+        self.write_records_and_raise_not_finite(number, f"the gradient ({error})", batch, finite=True)
 
-    def raise_not_finite(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+    def write_records_and_raise_not_finite(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
         whether this rank's losses are finite."""
         path = self.context.out / NOT_FINITE
         records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys}
         lines = list[str]()
-        for records in self.context.cpu_group.gather(records_of_rank):
+        for records in self.context.cpu_group.all_gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
         if self.is_main:
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite

@@ -26,14 +26,14 @@ def resolve_run(
     recipe = load_recipe(recipe_name, sets, OBJECTIVES)
     check_starting_weights(recipe_name, recipe, sets)
     if recipe.model.dropout is None:
-        dropout = configured_dropout(initial_directory(recipe.model.init))
+        dropout = configured_dropout(resolve_model_init(recipe.model.init))
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
         raise UserError(
             f"recipe {recipe_name}: a phase sets model.dropout to null. Write a number, or remove the field from "
             "the phase"
         )
-    init = initial_directory(recipe.model.init)
+    init = resolve_model_init(recipe.model.init)
     corpus = open_corpus(
         recipe,
         OBJECTIVES,
@@ -46,7 +46,7 @@ def resolve_run(
     return convert_epochs_to_steps(recipe, corpus), corpus
 
 
-def initial_directory(init: str | None) -> str | Path | None:
+def resolve_model_init(init: str | None) -> str | Path | None:
     """Return model.init, or if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     if init and checkpoints.is_run_or_checkpoint(Path(init)):
         return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
@@ -65,7 +65,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
         return
-    if xscale_field_of_init(initial_directory(init)):
+    if xscale_field_of_init(resolve_model_init(init)):
         return  # trained by xscale
     raise UserError(
         f"recipe {recipe_name} is for random weights: its learning rate, train.lr {recipe.train.lr:g}, would harm "
@@ -90,7 +90,7 @@ def fit_rows_into_gpu_memory(
     """Return the loader with the default of train.max_tokens by the memory of the smallest GPU of the run, and log this
     default. Return the loader unchanged if the recipe has train.max_tokens or there is no GPU. gpu_bytes: the memory of
     this rank's GPU. All ranks call it together."""
-    sizes = [size for size in cpu_group.gather(gpu_bytes) if size]
+    sizes = [size for size in cpu_group.all_gather(gpu_bytes) if size]
     if loader.recipe.train.max_tokens or not sizes:
         return loader
     world = config.resolved["train_batch_size"]

@@ -85,7 +85,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
                 f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
-        checkpoint = verify_checkpoint(find_fork_checkpoint(args.fork), "--fork", cpu_group)
+        checkpoint = read_undamaged_checkpoint(find_fork_checkpoint(args.fork), "--fork", cpu_group)
         if differences := run_status.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
@@ -99,7 +99,7 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     path = out if resume == "auto" else Path(resume)
     if resume != "auto" and (path / checkpoints.MANIFEST).exists():
-        return verify_checkpoint(path, "--resume", cpu_group)
+        return read_undamaged_checkpoint(path, "--resume", cpu_group)
     if resume == "auto" or (path / "checkpoints").is_dir():
         path /= "checkpoints"
     if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
@@ -119,7 +119,7 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
     return None
 
 
-def verify_checkpoint(path: Path, option: str, cpu_group: CpuGroup) -> Checkpoint:
+def read_undamaged_checkpoint(path: Path, option: str, cpu_group: CpuGroup) -> Checkpoint:
     """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.find_damage(path, cpu_group):
         raise UserError(
@@ -158,7 +158,7 @@ def check_engine_can_load(checkpoint: Checkpoint, config: EngineConfig) -> None:
         )
 
 
-def resume_calibration(
+def restore_or_measure_calibration(
     recipe: Recipe, corpus: Corpus, checkpoint: Checkpoint | None, cpu_group: CpuGroup
 ) -> Calibration:
     """Return the checkpoint's calibration. All ranks together measure the sources that are new to the run. Without a

@@ -49,7 +49,7 @@ a tokenizer, or itself a checkpoint."""
 # The run that owns a directory
 
 
-def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
+def check_folder_is_free_or_own(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError or DirectoryTaken unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file. Choose a folder")
@@ -126,10 +126,11 @@ def may_write_status(out: Path) -> bool:
 def identity_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return a line for every difference between two identities of runs. If one of them lacks a field of the recipe,
     because another version of xscale wrote it, the field has its default there."""
-    return list_differences(add_default_fields(saved), add_default_fields(current))
+    return list_differences(with_default_fields(saved), with_default_fields(current))
 
 
-def add_default_fields(identity: dict[str, Any]) -> dict[str, Any]:
+def with_default_fields(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity with the default of each field of the recipe that it lacks."""
     recipe = dict(identity.get("recipe", {}))
     for section, cls in SECTIONS.items():
         recipe[section] = default_values(cls) | recipe.get(section, {})

@@ -21,7 +21,7 @@ from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
-from xscale.deepspeed_private import apply_schedule
+from xscale.deepspeed_private import set_learning_rate_by_scheduler
 from xscale.errors import LOG, ExitCode, UserError, indent_lines, redact
 from xscale.eval.in_training import check_eval_tasks
 from xscale.objectives import HasQueue
@@ -96,13 +96,15 @@ def claim_folder(
     locks = list[files.Lock]()
 
     def claim() -> dict[str, Any]:
-        run_status.check_folder(out, run.identity, args.resume)
+        run_status.check_folder_is_free_or_own(out, run.identity, args.resume)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder") from None
         locks.append(files.Lock(out))
-        run_status.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
+        run_status.check_folder_is_free_or_own(
+            out, run.identity, args.resume
+        )  # the lock may have waited for another run
         return run_status.read_status_of_done_run(out)
 
     done_before = cpu_group.value_from_main(claim)
@@ -131,7 +133,7 @@ def set_up_training(
     cpu_group = context.cpu_group
     recipe = run.recipe
     context.watch.note("estimating the number of tokens of the data")
-    calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, cpu_group)
+    calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, cpu_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
     if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
@@ -148,7 +150,7 @@ def set_up_training(
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, cpu_group)
-        apply_schedule(engine)
+        set_learning_rate_by_scheduler(engine)
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
             set_learning_rate(engine, recipe, checkpoint.step - 1)
         if process.is_main and args.resume != "auto":
@@ -203,7 +205,7 @@ def check_ranks_agree(
     }
     settings_of_main = cpu_group.value_from_main(lambda: settings)
     differences = run_status.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
-    for rank, (host, lines) in enumerate(cpu_group.gather((os.uname().nodename, differences[:3]))):
+    for rank, (host, lines) in enumerate(cpu_group.all_gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(
                 f"rank {rank} on {host} was started with other settings than rank 0. Start all ranks with the same "
@@ -211,8 +213,8 @@ def check_ranks_agree(
             )
 
 
-def single_stream_loader(loader: Loader, stream_name: str) -> Loader:
-    """Return a loader that has a single stream and reads its data in a different order: the new name changes the
+def prefill_loader_of_stream(loader: Loader, stream_name: str) -> Loader:
+    """Return a loader that has only this stream and reads its data in a different order: the new name changes the
     stream's random keys."""
     name = f"{stream_name}.prefill"
     (stream,) = (replace(stream, name=name) for stream in loader.last_streams if stream.name == stream_name)
@@ -232,7 +234,7 @@ def warm_up_queues(
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = single_stream_loader(loader, name)
+        warm_up = prefill_loader_of_stream(loader, name)
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")

@@ -115,7 +115,7 @@ class StepSynchronizer:
             for stream, count in batch.auxiliary_vector_counts().items():
                 vector_counts_of_ranks[stream] = [0] * self.context.process.world
                 vector_counts_of_ranks[stream][self.context.process.rank] = count
-            flush = int(self.context.process.is_main and self.metrics.wants_flush())
+            flush = int(self.context.process.is_main and self.metrics.begin_flush_if_due())
             numbers, structure = tree_flatten(
                 {
                     "counts": batch.counts_without_languages(),
@@ -132,7 +132,7 @@ class StepSynchronizer:
         def wait_for_agreement() -> AgreedStep | None:
             failed, stopped, *sums = wait_for_sums()
             if failed:
-                end_all_ranks(self.error, self.context.cpu_group, self.metrics)
+                raise_on_all_ranks(self.error, self.context.cpu_group, self.metrics)
             if stopped:
                 return None
             assert batch and structure
@@ -155,7 +155,7 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     )
 
 
-def end_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
+def raise_on_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
     """Raise on all ranks, after some could not read their records. A rank raises its own error; a rank without an error
     raises another rank's. All ranks write their metrics before, unless another run has taken the directory. error:
     this rank's error. All ranks call it together."""
@@ -164,8 +164,8 @@ def end_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetr
         code, text = exit_code_and_message(error)
         kinds = {USER_ERROR: UserError, MACHINE: MachineError}
         problem = kinds.get(code, RuntimeError)(f"rank {cpu_group.rank}: {text}")
-    problems = [other for other in cpu_group.gather(problem) if other]
+    problems = [other for other in cpu_group.all_gather(problem) if other]
     first = min(problems, key=lambda other: not isinstance(other, DirectoryTaken))
     if not isinstance(first, DirectoryTaken):
-        metrics.flush()
+        metrics.report_unreported_steps()
     raise error or first

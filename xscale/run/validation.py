@@ -52,7 +52,7 @@ class Validation:
         if self.best and path:
             for _, entry in files.entries_from_end(path):
                 self.record_selection_metric(entry["step"], entry.get("results") or {})
-            self.name_best_checkpoint()
+            self.write_name_of_best_checkpoint()
 
     def record_selection_metric(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
@@ -67,7 +67,7 @@ class Validation:
         measured = [path for path in complete if checkpoints.step_from_name(path) in self.goodness]
         return max(measured, key=lambda path: self.goodness[checkpoints.step_from_name(path)], default=None)
 
-    def name_best_checkpoint(self) -> set[int]:
+    def write_name_of_best_checkpoint(self) -> set[int]:
         """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
         empty set. Rank 0 only."""
         best = self.best_checkpoint()
@@ -85,7 +85,7 @@ class Validation:
         section = self.recipe.eval
         if not section.tasks or (step % section.every and step != self.recipe.train.steps):
             return False
-        self.metrics.flush()
+        self.metrics.report_unreported_steps()
         self.context.watch.note(f"evaluating after step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
@@ -93,9 +93,11 @@ class Validation:
             results[name] = task()
         if self.lines.file:
             self.report_results(step, results, time.monotonic() - started)
-        return bool(self.best) and self.context.cpu_group.value_from_main(lambda: self.becomes_best(step, results))
+        return bool(self.best) and self.context.cpu_group.value_from_main(
+            lambda: self.record_and_check_if_best(step, results)
+        )
 
-    def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
+    def record_and_check_if_best(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
         Raises UserError if the results lack the number."""
         check_metric_is_measured(results, self.best)

@@ -34,7 +34,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     check_stage_3(module, zero_stage(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
-        load_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
+        load_or_compile_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
     groups = parameter_groups_by_decay(
         module, optimizer["params"]["weight_decay"], parameter_names_with_head_lr(module)
     )
@@ -74,7 +74,7 @@ def operators_directory() -> Path:
 
 
 @functools.cache
-def load_adam(builder: str) -> None:
+def load_or_compile_adam(builder: str) -> None:
     """Load DeepSpeed's own Adam, which the first call on a machine compiles. Raises UserError.
 
     torch guards a build with a lock file. A killed process leaves this file behind, and later builds wait for ever for

@@ -21,7 +21,7 @@ from typing import Any
 import transformers
 
 from xscale import files
-from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_and_exit
+from xscale.errors import NotFinite, UserError, check_arguments, env_number, print_error_or_reraise, run_and_exit
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import TASKS, AnyTask, read_examples
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 3 if isinstance(error, NotFinite) else 2
     except OSError as error:
-        return report_error(error)
+        return print_error_or_reraise(error)
 
 
 if __name__ == "__main__":
