@@ -320,6 +320,7 @@ class Corpus(Strict):
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
+        """Return the languages of each group of sources, sorted."""
         return sorted({source.group for source in self.sources})
 
 

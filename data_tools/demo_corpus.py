@@ -59,7 +59,7 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
     """Write the whole corpus to the directory `out`, which appears only when it is complete. pairs, mono: numbers of
     en-xx pairs, and of sentences of en and of xx. Raises UserError."""
     check_new_folder(out)
-    with files.publish(out) as partial:
+    with files.atomic_write(out) as partial:
         raw = partial / "raw"
         corpus = partial / "corpus.yaml"
         made = partial / "made"

@@ -142,6 +142,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
 
 
 def shard_layout(member: tarfile.TarInfo) -> str:
+    """Return the layout of a shard with this member: "lines" or "samples"."""
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
 
@@ -233,7 +234,7 @@ def write_idx_of_tar(
 ) -> ScannedTar:
     """Write the .idx file of a tar. langs, segmentations: see scan_tar. Raises UserError."""
     tar, idx = scan_tar(path, langs, segmentations)
-    with files.publish(path.with_suffix(".idx")) as partial_path:
+    with files.atomic_write(path.with_suffix(".idx")) as partial_path:
         partial_path.write_bytes(idx.tobytes())  # numpy's tofile hides the system's error
     return tar
 
@@ -288,7 +289,7 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
 
 def write_index(directory: Path, index: dict[str, Any]) -> None:
     """Write the file that joins all shards' .idx files, and then index.json."""
-    with files.publish(directory / ENTRIES) as partial_path, partial_path.open("wb") as all_entries:
+    with files.atomic_write(directory / ENTRIES) as partial_path, partial_path.open("wb") as all_entries:
         for shard in index["shards"]:
             all_entries.write((directory / shard["name"]).with_suffix(".idx").read_bytes())
     files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")

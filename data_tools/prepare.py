@@ -261,7 +261,7 @@ def publish_result_and_remove_work(corpus: Corpus, folder: Path, out: Path) -> N
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     """Make the folder `out` of a corpus. Raises UserError, MachineError and OSError."""
-    files.check_writable(out)
+    files.check_writable_and_make_folder(out)
     folder = files.partial_path(out)
     folder.mkdir(exist_ok=True)
     lock = lock_folder(folder)

@@ -276,7 +276,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not args.data and not args.text:
         raise UserError("there is no text to train on. Pass folders of shards by --data, or files of text by --text")
     check_new_folder(args.out)
-    files.check_writable(args.out)
+    files.check_writable_and_make_folder(args.out)
     return args
 
 
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{', '.join(map(str, args.data + args.text))}: the files have no text to train on. Use other files"
         )
     trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase)
-    with files.publish(args.out) as partial:
+    with files.atomic_write(args.out) as partial:
         trained.save_pretrained(partial)
     print(f"{args.out}: {args.type} tokenizer of {len(trained):,} tokens")
 

@@ -27,7 +27,7 @@ from xscale.data.shards import Source
 from xscale.data.stream import select_source_indices
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import check_writable, map_in_threads, publish, write_text
+from xscale.files import atomic_write, check_writable_and_make_folder, map_in_threads, write_text
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
@@ -493,7 +493,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, corpus_files, write_pai
     before = files(tmp_path)
     for name, named in (("pipe", "pipe"), ("link", str(tmp_path / "real")), ("dangling", str(tmp_path / "absent"))):
         assert named in refused(lambda name=name: write_pairs(*paths, tmp_path / name))
-        for write in (lambda path: write_text(path, "x"), check_writable):
+        for write in (lambda path: write_text(path, "x"), check_writable_and_make_folder):
             with pytest.raises(UserError, match=named):
                 write(tmp_path / name)
     assert files(tmp_path) == before and not files(tmp_path / "real")
@@ -545,7 +545,7 @@ def test_a_vocabulary_that_is_too_small(tmp_path: Path, refused) -> None:
 
 def test_a_full_disk_of_a_library_in_rust(tmp_path: Path) -> None:
     """tokenizers and safetensors raise an Exception of their own."""
-    with pytest.raises(OSError) as raised, publish(tmp_path / "t"):
+    with pytest.raises(OSError) as raised, atomic_write(tmp_path / "t"):
         raise Exception("No space left on device (os error 28)")
     assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(tmp_path / "t")
 

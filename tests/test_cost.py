@@ -192,7 +192,7 @@ def test_flops_by_term(preset: str) -> None:
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
     row_cost = {"tokens": 512, "places": 75, "squares": 8 * 64**2, "predictions": 30}
     row_cost |= {"auxiliary_tokens": 128, "auxiliary_places": 128, "auxiliary_squares": 2 * 64**2}
-    found = cost.StepFlops(encoder).flops(row_cost)
+    found = cost.StepFlops(encoder).flops_by_purpose(row_cost)
     with counter() as counted:
         encoder(row_of(8, 64), torch.arange(75)).sum().backward()
     in_attention = sum(counted.get_flop_counts()["Global"].get(operator, 0) for operator in ATTENTION)
@@ -214,9 +214,11 @@ def test_flops_of_local_attention() -> None:
     flops = cost.StepFlops(Encoder(AutoModelForMaskedLM.from_config(config)))
     for length in (1, 30, 64, 65, 66, 128, 300):
         near = sum(abs(i - j) <= 64 for i in range(length) for j in range(length))
-        assert flops.attention(4 * length, 4 * length**2) == pytest.approx(12 * 384 * 4 * (length**2 + 2 * near))
-    assert flops.attention(0, 0) == 0
-    mixed = flops.attention(30 + 300, 30**2 + 300**2) / (flops.attention(30, 30**2) + flops.attention(300, 300**2))
+        assert flops.attention_flops(4 * length, 4 * length**2) == pytest.approx(12 * 384 * 4 * (length**2 + 2 * near))
+    assert flops.attention_flops(0, 0) == 0
+    mixed = flops.attention_flops(30 + 300, 30**2 + 300**2) / (
+        flops.attention_flops(30, 30**2) + flops.attention_flops(300, 300**2)
+    )
     assert 1 <= mixed < 1.1, "of sequences of different length a little too many"
 
 
@@ -228,7 +230,7 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
     with counter() as counted:
         pass_row(module, row, weights)[0].backward()
-    found = cost.StepFlops.of(module).flops(row.cost)
+    found = cost.StepFlops.of(module).flops_by_purpose(row.cost)
     assert set(found) == {"encoder", "attention", "head", "auxiliary", "vectors"}
     assert (found["vectors"] > 0) == (recipe in ("mixed", "word_contrast"))
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)

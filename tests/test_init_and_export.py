@@ -425,7 +425,7 @@ def test_an_export_loads_with_transformers_4(ended: tuple[StepModule, Path, Path
     lm = make("modernbert", torch.float32).lm
     for rope in lm.config.rope_parameters.values():
         rope["rope_theta"] = 80_000.0
-    export.write_directory(tmp_path / "hf", lm, demo / "tokenizer", SentenceVectors("mean", "asked for"))
+    export.write_exported_model(tmp_path / "hf", lm, demo / "tokenizer", SentenceVectors("mean", "asked for"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["global_rope_theta"] == config["local_rope_theta"] == 80_000.0
     again = AutoConfig.from_pretrained(tmp_path / "hf")

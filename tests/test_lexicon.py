@@ -78,7 +78,7 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -> None:
-    a, b, c = tokenizer.encode_inside(["the", "a", "of"])
+    a, b, c = tokenizer.encode_inside_sentence(["the", "a", "of"])
     path = dictionary("en-xx.txt", f"id:{a[0]} id:{b[0]}", "the of", f"id:{a[0]} id:{b[0]}\tid:{c[0]}")
     lexicon = load_lexicon(path, tokenizer)
     assert lexicon.ids == ([a, a, [a[0], b[0]]], [b, c, c])
@@ -92,8 +92,8 @@ def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -
 def test_a_large_dictionary_is_read_once(dictionary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every spelling is encoded once, in batches that fit memory, and what is withheld is looked up once a process."""
     asked: list[list[str]] = []
-    encode = tokenizer.encode_inside
-    monkeypatch.setattr(tokenizer, "encode_inside", lambda words: asked.append(words) or encode(words))
+    encode = tokenizer.encode_inside_sentence
+    monkeypatch.setattr(tokenizer, "encode_inside_sentence", lambda words: asked.append(words) or encode(words))
     words = [f"dog {'mew' * (i % 97)}{'cat' * (i % 89)}k" for i in range(200)]
     path = dictionary("en-xx.txt", *(f"dog\t{word}" for word in [*words, *(f"cat {i}" for i in range(20_000))]))
     lexicon = load_lexicon(path, tokenizer)

@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, Robert
 
 from xscale.data.tokenizer import Tokenizer, transformers_tokenizer
 from xscale.eval.sentence_files import SentenceVectors
-from xscale.export import write_directory
+from xscale.export import write_exported_model
 
 SENTENCES = [
     "Ｆｕｌｌ　ｗｉｄｔｈ, Ünïcode e\u0301 and “quotes” – 1½ ﬁne!",
@@ -123,7 +123,7 @@ def test_ids_are_those_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": class_name} | special))
 
     loaded = Tokenizer(model)
-    write_directory(tmp_path / "hf", lm, model, SentenceVectors("mean", "the default"))
+    write_exported_model(tmp_path / "hf", lm, model, SentenceVectors("mean", "the default"))
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     texts = lines()
     pairs = list(itertools.pairwise(texts))

@@ -157,7 +157,7 @@ def test_text_that_spells_special_tokens_has_none(trained: Path) -> None:
     tokenizer, reference_tokenizer = Tokenizer(trained), AutoTokenizer.from_pretrained(str(trained))
     special = [tokenizer.hf.mask_token, tokenizer.hf.pad_token, tokenizer.hf.cls_token, tokenizer.hf.sep_token]
     text = "The dog " + " is ".join(special) + special[0]
-    (ids,), (inside,) = tokenizer.encode([text]), tokenizer.encode_inside([text])
+    (ids,), (inside,) = tokenizer.encode([text]), tokenizer.encode_inside_sentence([text])
     assert not {tokenizer.mask_id, tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id} & {*ids, *inside}
     assert ids == tokenizer.encode_words([text])[0][0]
     assert ids == reference_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -179,7 +179,7 @@ def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) ->
             for token, (a, b) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
             if start < b <= start + len(word) or a == start
         ]
-        assert tokenizer.encode_inside([word]) == [inside], word
+        assert tokenizer.encode_inside_sentence([word]) == [inside], word
     assert tokenizer.keeps_space == ("bpe" in trained.name)
 
 

@@ -52,12 +52,12 @@ def main() -> None:
     program = Path(sys.argv[0]).name
     if program.startswith("xscale-"):  # xscale-train and the other names of 0.1 go with 0.3
         sys.argv.insert(1, program.removeprefix("xscale-"))
-    command = take_first_word()
+    command = pop_first_word()
     if command == "--version":
         print(f"xscale {__version__}")
         sys.exit(0)
     if command == "data":
-        tool = take_first_word()
+        tool = pop_first_word()
         if tool in DATA_TOOLS:
             run_module(f"{TOOLS}.{tool}")
         print_usage_and_exit(tool, f"data_tools.{tool}", DATA_USAGE)
@@ -66,7 +66,7 @@ def main() -> None:
     print_usage_and_exit(command, f"xscale.{command}", USAGE)
 
 
-def take_first_word() -> str:
+def pop_first_word() -> str:
     """Remove the first word of the command line, and return it, or "" if there is none."""
     return sys.argv.pop(1) if len(sys.argv) > 1 else ""
 

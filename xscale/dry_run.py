@@ -66,6 +66,7 @@ def planned_hardware(ds_config: Path) -> Hardware:
 
 
 def data_lines(corpus: Corpus) -> Iterator[str]:
+    """Yield a line about each source, and one about the tokenizer."""
     for source in corpus.sources:
         yield (
             f"{source.sorted_langs_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "

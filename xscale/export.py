@@ -86,14 +86,14 @@ def find_and_export_checkpoint(
     path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
-    files.check_writable(out)
+    files.check_writable_and_make_folder(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling, layers)
     card = make_model_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
     if layers is not None:
         lm = copy_first_layers(lm, layers).base_model
-    write_directory(out, lm, path / checkpoints.HF, vectors, card)
+    write_exported_model(out, lm, path / checkpoints.HF, vectors, card)
     print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
     return path
 
@@ -129,7 +129,7 @@ def copy_first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     return first
 
 
-def write_directory(
+def write_exported_model(
     out: Path,
     lm: PreTrainedModel,
     tokenizer_path: str | Path,
@@ -147,7 +147,7 @@ def write_directory(
     if config.model_type == "modernbert":  # transformers 4 reads these names, and transformers 5 all names
         config.global_rope_theta = config.rope_parameters["full_attention"]["rope_theta"]
         config.local_rope_theta = config.rope_parameters["sliding_attention"]["rope_theta"]
-    with files.publish(out) as partial:
+    with files.atomic_write(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_old_tokenizer_class(partial / "tokenizer_config.json")

@@ -96,7 +96,7 @@ def map_in_threads(function: Callable[..., Value], *items: Sequence[Any]) -> lis
 
 
 @contextmanager
-def publish(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path. The file or directory that is written there then replaces `path` (an existing directory
     only if it is empty), unless an exception is raised."""
     partial = partial_path(path)
@@ -136,8 +136,8 @@ def rename_into_place(partial: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def check_writable(path: Path) -> None:
-    """Raise UserError if `publish` could not write `path`, or if its suffix means compression."""
+def check_writable_and_make_folder(path: Path) -> None:
+    """Raise UserError if `atomic_write` could not write `path`, or if its suffix means compression."""
     partial_path(path)
     if path.suffix in COMPRESSED:
         raise UserError(
@@ -156,12 +156,12 @@ def check_output_file(path: Path) -> None:
     """Raise UserError if `path`, the value of --out, cannot be written as a file."""
     if path.is_dir():
         raise UserError(f"--out {path} is a directory. Choose a file")
-    check_writable(path)
+    check_writable_and_make_folder(path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of a file. A kill at any moment leaves the old content or the new."""
-    with publish(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -224,7 +224,7 @@ class Lock:
             )
 
 
-def check_link(path: Path) -> None:
+def check_link_is_not_broken(path: Path) -> None:
     """Raise UserError if the path is a symbolic link to nothing."""
     if path.is_symlink() and not path.exists():
         raise UserError(
@@ -254,7 +254,7 @@ def list_visible_files(folder: Path) -> list[Path]:
             path = Path(place, name)
             if name.startswith("."):
                 continue
-            check_link(path)
+            check_link_is_not_broken(path)
             if path.is_file():
                 paths.append(path)
     return sorted(paths)

@@ -199,15 +199,18 @@ class TrainConfig:
                 f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run. Lower train.warmup, "
                 "or raise train.steps"
             )
-        if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
+        if (
+            self.decay is not None
+            and self.steps_of_number_or_share(self.warmup) + self.steps_of_number_or_share(self.decay) > self.steps
+        ):
             raise ValueError(
-                f"decay: the decay has {self.whole_steps(self.decay)} steps and the warm-up has "
-                f"{self.whole_steps(self.warmup)} steps, together more than the {self.steps} steps of the run. Lower "
-                "train.decay or train.warmup, or raise train.steps"
+                f"decay: the decay has {self.steps_of_number_or_share(self.decay)} steps and the warm-up has "
+                f"{self.steps_of_number_or_share(self.warmup)} steps, together more than the {self.steps} steps of the run. "
+                "Lower train.decay or train.warmup, or raise train.steps"
             )
         return self
 
-    def whole_steps(self, number: float) -> int:
+    def steps_of_number_or_share(self, number: float) -> int:
         """Return `number` as a number of steps. A value below 1 is a share of the run's steps."""
         return round(number * self.steps) if number < 1 else int(number)
 
@@ -215,8 +218,8 @@ class TrainConfig:
         """Return the learning rate of a step, counted from 0. The rates of the first and the last step are not 0. peak:
         the peak learning rate; None: `lr`."""
         peak = peak or self.lr
-        warmup = self.whole_steps(self.warmup)
-        decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
+        warmup = self.steps_of_number_or_share(self.warmup)
+        decay = self.steps - warmup if self.decay is None else self.steps_of_number_or_share(self.decay)
         if step < warmup:
             return peak * (step + 1) / warmup
         x = max(step - (self.steps - decay), 0) / max(decay, 1)
@@ -458,7 +461,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     for assignment in sets:
         apply_set_flag(tree, assignment, problems)
     phases = tree.pop("phases", None) or []
-    recipe = build_recipe(tree, objectives, problems)
+    recipe = build_recipe_without_phases(tree, objectives, problems)
     if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
@@ -502,7 +505,7 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
     node[last] = value
 
 
-def build_recipe(
+def build_recipe_without_phases(
     tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
     """Return the recipe with these fields, without phases. Return None if there is a problem, except one of
@@ -590,15 +593,17 @@ def build_phases(
         fields = fields if isinstance(fields, dict) else {}
         begin = built[-1].end if built else 0
         phase_problems = list[str]()
-        end = end_of_phase(fields.get("until"), begin, recipe.train.steps, phase_problems)
+        end = first_step_after_phase(fields.get("until"), begin, recipe.train.steps, phase_problems)
         phase_tree = apply_phase(recipe, fields, tree, phase_problems)
         if not phase_problems:
-            built.append(Phase(fields, end, build_recipe(phase_tree, objectives, phase_problems, is_phase=True)))
+            built.append(
+                Phase(fields, end, build_recipe_without_phases(phase_tree, objectives, phase_problems, is_phase=True))
+            )
         problems += [f"phases[{number}].{problem}" for problem in phase_problems]
     return tuple(built)
 
 
-def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int:
+def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int:
     """Return the first step after a phase that begins at the step `begin`. steps: those of the run."""
     end = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:

@@ -55,7 +55,7 @@ class PermutedPart(NamedTuple):
 
 def part_of_permutation(key: Key, leading: np.ndarray, bits: int, position: int) -> PermutedPart:
     """Return the part of permutation(key, n) that has `position`, in less time and memory than the whole takes.
-    leading: the result of leading_bits(key, n, bits)."""
+    leading: the result of leading_bits_of_hashes(key, n, bits)."""
     value = (position << bits) // len(leading)  # hashes are uniform, so the part's first bits are near this value
     first = np.count_nonzero(leading < np.uint8(value))
     while position < first:
@@ -68,7 +68,7 @@ def part_of_permutation(key: Key, leading: np.ndarray, bits: int, position: int)
     return PermutedPart(int(first), ascending, np.argsort(hash64(key, ascending)))
 
 
-def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
+def leading_bits_of_hashes(key: Key, n: int, bits: int) -> np.ndarray:
     """Return the first `bits` bits (1 to 8) of each of hash64(key, range(n)), uint8 [n]."""
     leading = np.empty(n, dtype=np.uint8)
     for start in range(0, n, _CHUNK):
@@ -78,7 +78,7 @@ def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
 
 
 _CHUNK = 1 << 14
-"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
+"""`leading_bits_of_hashes` computes this many hashes at a time, which fit into a processor's cache."""
 
 
 def torch_seed(*names: str | int) -> int:

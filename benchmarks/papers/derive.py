@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     script = Script(args.tokenizer, args.overlap, args.seed) if args.how.startswith("trans") else None
     derivation = Derivation(args.how, script, args.conllu, args.seed)
     for source, out in zip(args.sources, args.out, strict=True):
-        with files.publish(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+        with files.atomic_write(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(KINDS[args.kind](source, derivation))
         print(f"{out}: {args.how} of {source}")
     if script:

@@ -123,7 +123,7 @@ class Script:
                 copy = self.tokens[number].removesuffix(bare) + bare.translate(self._image)
             vocabulary[copy] = number + self.size
         doubled = self.json | {"model": self.json["model"] | {"vocab": vocabulary}}
-        with files.publish(out) as partial:
+        with files.atomic_write(out) as partial:
             self.tokenizer.hf.save_pretrained(partial)
             text = json.dumps(doubled, ensure_ascii=False)
             (partial / "tokenizer.json").write_text(text, encoding="utf-8")

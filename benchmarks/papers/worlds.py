@@ -32,7 +32,7 @@ def make_world(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Pat
     """Make a world in the folder `out`, which appears only when it is complete. run: runs `python` with its arguments
     as the command line."""
     if not out.exists():
-        with files.publish(out) as partial:
+        with files.atomic_write(out) as partial:
             world = World(spec, scale, data, partial, run)
             if "how" in spec:
                 world.write_derived()
@@ -232,7 +232,7 @@ def make_data(folder: Path) -> Path:
             contents[f"eval/pos/{name}.conllu"] = [tagged(sentence) for sentence in sentences]
         for part in ("train", "dev"):
             contents[f"eval/ner/{part}-{language}.tsv"] = [named(sentence) for sentence in sentences[:150]]
-    with files.publish(folder) as partial:
+    with files.atomic_write(folder) as partial:
         for name, lines in contents.items():
             path = partial / f"{name}.xz"
             path.parent.mkdir(parents=True, exist_ok=True)

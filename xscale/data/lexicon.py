@@ -200,7 +200,7 @@ def _token_ids_of_words(words: list[str], tokenizer: Tokenizer, path: Path) -> l
             texts.append(word)
     for start in range(0, len(texts), _BATCH):
         batch = texts[start : start + _BATCH]
-        ids |= zip(batch, tokenizer.encode_inside(batch), strict=True)
+        ids |= zip(batch, tokenizer.encode_inside_sentence(batch), strict=True)
     return [ids[word] for word in words]
 
 

@@ -153,7 +153,7 @@ class EpochOrder:
         bits = min((self.part_count(window) - 1).bit_length(), 8)
         if bits:
             if self._leading[0] != window:
-                self._leading = (window, rng.leading_bits(key, records, bits))
+                self._leading = (window, rng.leading_bits_of_hashes(key, records, bits))
             part = rng.part_of_permutation(key, self._leading[1], bits, position - window_start)
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))

@@ -73,7 +73,7 @@ class Remote:
                 raise ValueError(f"the server sends more than {size:,} bytes, the size of the file in index.json")
 
         def copy(file_system: Any, remote_path: str) -> None:
-            with files.publish(path) as partial:
+            with files.atomic_write(path) as partial:
                 file_system.get_file(remote_path, str(partial), callback=Callback(hooks={"size": check_received}))
                 if partial.stat().st_size != size or not is_download_whole(partial):
                     raise ValueError("the size or checksum of the file differs from index.json")
@@ -99,7 +99,7 @@ def open_remote(url: str, cache: Path) -> Remote:
     path = remote.folder / "index.json"
     with locked(remote.folder / "index.json.lock"):
         if not path.exists():  # the folder's name has the hash, so an existing file has the same bytes
-            with files.publish(path) as partial:
+            with files.atomic_write(path) as partial:
                 partial.write_bytes(index)
     return remote
 

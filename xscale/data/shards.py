@@ -35,7 +35,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Remote, cache_folder, open_remote
 from xscale.data.text import stripped_piece_of_text
 from xscale.errors import UserError
-from xscale.files import PARTIAL, check_link, placeholder_problem, sha256_file
+from xscale.files import PARTIAL, check_link_is_not_broken, placeholder_problem, sha256_file
 from xscale.record import Record, Shard, parse_json, parse_tar_sample
 
 FORMAT_VERSION = 2
@@ -551,7 +551,7 @@ def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> Non
     if not with_index or directory in with_index:
         return
     for path in sorted(directory.iterdir()):
-        check_link(path)
+        check_link_is_not_broken(path)
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise UserError(
                 f"{path} cannot be read, but may have shards. Correct the permissions of {path}, or pass only the "

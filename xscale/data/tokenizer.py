@@ -172,7 +172,7 @@ class Tokenizer:
                 f"tokenizer {path} cannot encode unknown letters, or cannot encode two sentences as a pair "
                 f"({error}). Correct unk_token or post_processor in tokenizer.json"
             ) from None
-        self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
+        self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside_sentence(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
@@ -193,7 +193,7 @@ class Tokenizer:
         """Return the token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_inside(self, words: list[str]) -> list[list[int]]:
+    def encode_inside_sentence(self, words: list[str]) -> list[list[int]]:
         """Return the token ids that each word has inside a sentence. Byte-level BPE and Unigram mark the space before a
         word. So the word is encoded behind ", ", or behind "，" if its script has no spaces, and the tokens of the
         comma are left out."""

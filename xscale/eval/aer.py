@@ -95,7 +95,7 @@ def encode_sentence(model: ExportedModel, words: list[str], language: str, layer
     """Return the hidden states of the tokens of a sentence, given its words."""
     ids_T: list[int] = []
     word_T: list[int] = []
-    for word, tokens in enumerate(model.tokenizer.encode_inside(words)):
+    for word, tokens in enumerate(model.tokenizer.encode_inside_sentence(words)):
         ids_T += tokens
         word_T += [word] * len(tokens)
     longest = model.max_length - 2

@@ -43,6 +43,7 @@ class Score(float):
 
     @property
     def interval(self) -> tuple[float, float]:
+        """Return the bounds of the 95 % interval."""
         low, high = np.nanquantile(self.resampled, BOUNDS)
         return float(low), float(high)
 

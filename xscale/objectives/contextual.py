@@ -111,6 +111,7 @@ def are_one_to_one(links_K2: np.ndarray) -> np.ndarray:
 
 
 def _anchor_side(pair: Example, anchor: str | None) -> int:
+    """Return the side of the pair that is in the anchor language, or 0 without one. Raises UserError."""
     if anchor is None:
         return 0
     sides = [side for side, lang in enumerate(pair.langs) if may_name_same_language(lang, anchor)]

@@ -66,7 +66,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             size = next((end for end, entry in files.entries_from_end(path) if entry["step"] <= after_step), 0)
-            with files.publish(path) as kept:
+            with files.atomic_write(path) as kept:
                 kept.write_bytes(path.read_bytes()[:size])
         self.file = path.open("ab", buffering=0)
 

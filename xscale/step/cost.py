@@ -210,12 +210,12 @@ class StepFlops:
     def of(cls, module: StepModule) -> "StepFlops":
         return cls(module.encoder, bool(module.streams_with_vectors()))
 
-    def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
+    def flops_by_purpose(self, cost: Mapping[str, int]) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
         auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
-        auxiliary += self.attention(cost["auxiliary_tokens"], cost["auxiliary_squares"])
+        auxiliary += self.attention_flops(cost["auxiliary_tokens"], cost["auxiliary_squares"])
         encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
-        attention = self.attention(cost["tokens"], cost["squares"])
+        attention = self.attention_flops(cost["tokens"], cost["squares"])
         return {
             "encoder": encoder,
             "attention": attention,
@@ -224,7 +224,7 @@ class StepFlops:
             "vectors": (encoder + attention) / 3 if self.has_vectors else 0.0,
         }
 
-    def attention(self, tokens: int, squares: int) -> float:
+    def attention_flops(self, tokens: int, squares: int) -> float:
         """Return the FLOPs of attention. For layers with a sliding window, every sequence is assumed to have the
         token-weighted mean length, squares / tokens. squares: sum of squared sequence lengths."""
         length = squares / max(tokens, 1)
@@ -240,5 +240,5 @@ class StepFlops:
             return {}
         metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            metrics["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
+            metrics["mfu"] = sum(self.flops_by_purpose(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
         return metrics

@@ -153,7 +153,7 @@ def read_tagged_sentences(path: Path) -> Iterator[tuple[Place, Columns]]:
             yield f"the sentence that ends at line {number}", row
 
 
-def check_words(path: Path, sentences: list[tuple[str, ...]]) -> None:
+def check_not_wikiann_or_germeval(path: Path, sentences: list[tuple[str, ...]]) -> None:
     """Raise UserError if the words of all sentences start with a language (WikiANN), or are numbers (GermEval)."""
     prefix = " ".join(sentences[0]).partition(":")[0] + ":"
     if re.match("[a-z-]+:$", prefix) and all(word.startswith(prefix) for word in chain.from_iterable(sentences)):

@@ -28,7 +28,7 @@ from xscale.eval.finetune.examples import (
     LeftOut,
     Place,
     add_canonical_columns,
-    check_words,
+    check_not_wikiann_or_germeval,
     column_value,
     print_on_rank_0,
     read_jsonl_or_parquet,
@@ -194,7 +194,7 @@ def cut_into_sequences(words: tuple[str, ...], maker: SequenceMaker) -> list[lis
         unknown = maker.tokenizer.mask_id
     room = maker.max_ordinary_tokens(1)
     parts: list[list[list[int]]] = [[]]
-    for word_ids in maker.tokenizer.encode_inside(list(words)):
+    for word_ids in maker.tokenizer.encode_inside_sentence(list(words)):
         ids = word_ids[:room] or [unknown]
         if sum(map(len, parts[-1])) + len(ids) > room:
             parts.append([])
@@ -360,5 +360,5 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
             f"the names of the columns, write it as {'<TAB>'.join((*task.columns, 'label'))}"
         )
     if isinstance(task, Tagging):
-        check_words(path, [example.texts for example in examples])
+        check_not_wikiann_or_germeval(path, [example.texts for example in examples])
     return examples
