@@ -117,7 +117,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
     pairs = first + min(first, 40)
     steps = next(n for n in range(1, 10**6) if n * samples >= Fraction(str(epochs)) * pairs)
     assert loader.recipe.train.steps == steps and loader.recipe.train.epochs == epochs
-    assert loader.recipe.train.steps_of_number_or_share(0.3) == round(0.3 * steps)
+    assert loader.recipe.train.steps_of_share(0.3) == round(0.3 * steps)
 
 
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:

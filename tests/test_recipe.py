@@ -297,7 +297,7 @@ def test_set_is_strict(assignment: str, named: str) -> None:
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0.1, 100), (0.25, 250), (0, 0), (1, 1), (50, 50)])
 def test_warmup_is_a_share_or_a_number(warmup: float, steps: int) -> None:
-    assert load("mlm", "train.steps=1000", f"train.warmup={warmup}").train.steps_of_number_or_share(warmup) == steps
+    assert load("mlm", "train.steps=1000", f"train.warmup={warmup}").train.steps_of_share(warmup) == steps
 
 
 @pytest.mark.parametrize(("warm_in", "factors"), [(0, [3, 3, 3]), (2, [1.5, 3, 3]), (0.3, [1, 2, 3]), (1, [3, 3, 3])])

@@ -199,27 +199,24 @@ class TrainConfig:
                 f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run. Lower train.warmup, "
                 "or raise train.steps"
             )
-        if (
-            self.decay is not None
-            and self.steps_of_number_or_share(self.warmup) + self.steps_of_number_or_share(self.decay) > self.steps
-        ):
+        if self.decay is not None and self.steps_of_share(self.warmup) + self.steps_of_share(self.decay) > self.steps:
             raise ValueError(
-                f"decay: the decay has {self.steps_of_number_or_share(self.decay)} steps and the warm-up has "
-                f"{self.steps_of_number_or_share(self.warmup)} steps, together more than the {self.steps} steps of the run. "
+                f"decay: the decay has {self.steps_of_share(self.decay)} steps and the warm-up has "
+                f"{self.steps_of_share(self.warmup)} steps, together more than the {self.steps} steps of the run. "
                 "Lower train.decay or train.warmup, or raise train.steps"
             )
         return self
 
-    def steps_of_number_or_share(self, number: float) -> int:
-        """Return `number` as a number of steps. A value below 1 is a share of the run's steps."""
-        return round(number * self.steps) if number < 1 else int(number)
+    def steps_of_share(self, number_or_share: float) -> int:
+        """Return `number_or_share` as a number of steps. A value below 1 is a share of the run's steps."""
+        return round(number_or_share * self.steps) if number_or_share < 1 else int(number_or_share)
 
     def learning_rate(self, step: int, peak: float | None = None) -> float:
         """Return the learning rate of a step, counted from 0. The rates of the first and the last step are not 0. peak:
         the peak learning rate; None: `lr`."""
         peak = peak or self.lr
-        warmup = self.steps_of_number_or_share(self.warmup)
-        decay = self.steps - warmup if self.decay is None else self.steps_of_number_or_share(self.decay)
+        warmup = self.steps_of_share(self.warmup)
+        decay = self.steps - warmup if self.decay is None else self.steps_of_share(self.decay)
         if step < warmup:
             return peak * (step + 1) / warmup
         x = max(step - (self.steps - decay), 0) / max(decay, 1)

@@ -284,7 +284,7 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
         params["warmup_min_lr"] = 0.0
     values = {
         "total_num_steps": ("train.steps", train.steps),
-        "warmup_num_steps": ("train.warmup (in steps)", max(train.steps_of_number_or_share(train.warmup), 2)),
+        "warmup_num_steps": ("train.warmup (in steps)", max(train.steps_of_share(train.warmup), 2)),
         "warmup_max_lr": ("train.lr", train.lr),
     }
     owned = {key: value for key, value in values.items() if key in params or key in known}
