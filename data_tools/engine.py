@@ -53,7 +53,7 @@ def replacement_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
     try:
         yield partial
-        files.sync(partial)
+        files.sync_to_disk(partial)
         os.replace(partial, path)
     except BaseException as error:
         files.remove(partial)

@@ -127,7 +127,7 @@ def verify(source: Source) -> None:
 def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
     """Print a description of a source with `shown` of its records, and return its entry for --json."""
     files.map_in_threads(source.check_local_files, source.shards)
-    source.check_links()
+    source.check_link_segmentation()
     records = list[Record]()
     for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):
         records.append(source.renumber_links_by_xscale_words(source.read(shard, record)))

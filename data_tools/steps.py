@@ -50,7 +50,7 @@ from .corpus import Corpus, SourceSpec, TokenizerSpec
 from .engine import replacement_file
 from .lexicon import truecase_entries, write_entries
 from .readers import Unit, read_units, unit_from_line, unit_to_line
-from .word_aligner import align
+from .word_aligner import write_word_alignments
 
 CHUNK_UNITS = 8192
 CHUNK_BYTES = 4 << 20
@@ -323,7 +323,7 @@ def write_links_of_direction(folder: Path, direction_number: int) -> None:
         return
     path = folder / f"links/{direction_number}"
     path.parent.mkdir(exist_ok=True)
-    align(unlinked_pairs(folder, chunks), path)
+    write_word_alignments(unlinked_pairs(folder, chunks), path)
     with path.open(encoding="utf-8") as lines:
         for chunk in chunks:
             units = list[Unit]()

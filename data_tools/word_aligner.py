@@ -69,7 +69,7 @@ def find_aligner() -> str:
     return program
 
 
-def align(pairs: Iterable[Sequence[str]], out: Path) -> None:
+def write_word_alignments(pairs: Iterable[Sequence[str]], out: Path) -> None:
     """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. Raises
     UserError."""
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as name:

@@ -49,7 +49,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         *unlisted_shards_warnings(run.corpus),
         sep="\n",
     )
-    print(*measure_requirements(loader, module, run.config, process, hardware.device), sep="\n")
+    print(*measure_requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     print(
         f"--out {args.out}: "
         + (f"the run would continue from step {checkpoint.step}" if checkpoint else "a new run would begin")
@@ -80,7 +80,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
     )
 
 
-def measure_requirements(
+def measure_requirement_lines(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
     """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank. The data of a

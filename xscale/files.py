@@ -129,11 +129,11 @@ def partial_path(path: Path) -> Path:
 def rename_into_place(partial: Path, path: Path) -> None:
     """Rename `partial`, which several processes may have written together, to `path`."""
     if not partial.is_dir():
-        sync(partial)
+        sync_to_disk(partial)
     elif path.is_dir():
         path.rmdir()
     os.replace(partial, path)
-    sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 def check_writable_and_make_folder(path: Path) -> None:
@@ -276,7 +276,7 @@ def apply_umask(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Sync a file's content, or a directory's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:

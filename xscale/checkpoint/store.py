@@ -199,7 +199,7 @@ def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> 
     files.write_text(partial / MANIFEST, manifest_text(manifest))
     files.remove(final)
     partial.rename(final)
-    files.sync(final.parent)
+    files.sync_to_disk(final.parent)
     files.write_text(final.parent / LATEST, final.name)
 
 
@@ -216,7 +216,7 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
     """Sync a file to disk, and return its entry in the manifest."""
-    files.sync(path)
+    files.sync_to_disk(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 

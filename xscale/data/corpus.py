@@ -11,7 +11,7 @@ from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, witho
 from xscale.data.shards import Shard, Source, find_sources, keep_first_records_per_language, languages_of
 from xscale.data.stream import (
     Stream,
-    check_data_languages,
+    check_languages_have_text,
     languages_meant,
     lists_language_or_pair,
     select_source_indices,
@@ -152,7 +152,7 @@ def check_file_sizes(sources: list[Source], cpu_group: CpuGroup) -> None:
 def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], cpu_group: CpuGroup) -> list[Stream]:
     """Return the streams of a recipe, without their dictionaries. Raises UserError."""
     streams = list[Stream]()
-    check_data_languages(recipe.data.languages, sources)
+    check_languages_have_text(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         objective = objectives[stream.objective]
         chosen = select_source_indices(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
@@ -209,7 +209,7 @@ def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources
                 "... --align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` "
                 f"and the source `shards: {source.directory}`"
             )
-        source.check_links()
+        source.check_link_segmentation()
     return with_links
 
 

@@ -99,7 +99,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
             connection = Connection(client.detach())
             connection.send_bytes(str(mixture.rank).encode())
         except ConnectionError:
-            raise _planner_death(planner) from None
+            raise _planner_death_error(planner) from None
     return _received_plans(planner, connection, steps, shared=node is not None)
 
 
@@ -131,7 +131,7 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        raise _planner_death(planner) from None
+        raise _planner_death_error(planner) from None
     finally:
         if planner and (left or not shared):
             atexit.unregister(planner.kill)
@@ -140,7 +140,7 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
         connection.close()
 
 
-def _planner_death(planner: multiprocessing.Process | None) -> RuntimeError:
+def _planner_death_error(planner: multiprocessing.Process | None) -> RuntimeError:
     """Return the error that says how the planner has ended. planner: its process, if this rank has started it."""
     how = "has ended; another rank of this node had started the process"
     if planner:

@@ -139,7 +139,7 @@ class Source:
         source.starts = self.starts[chosen]
         return source
 
-    def check_links(self) -> None:
+    def check_link_segmentation(self) -> None:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
@@ -153,7 +153,7 @@ class Source:
         """Return the record with links that number the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
-        self.check_links()
+        self.check_link_segmentation()
         if self.segmentation != SEGMENTATIONS["whitespace"]:
             return record
         try:

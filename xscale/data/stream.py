@@ -115,7 +115,7 @@ def languages_without_text(languages: list[str] | None, sources: list[Source]) -
     return absent
 
 
-def check_data_languages(languages: list[str] | None, sources: list[Source]) -> None:
+def check_languages_have_text(languages: list[str] | None, sources: list[Source]) -> None:
     """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
     absent = languages_without_text(languages, sources)
     if absent:
