@@ -258,6 +258,7 @@ def language_code(label: str) -> str:
 
 
 def is_in_other_language(text: str, lang: str, lid: bool | str) -> bool:
+    """Return whether the text is very probably in another language than `lang`. lid: the rule's value."""
     if sum(map(str.isalpha, text)) < LID_LETTERS:
         return False
     code, probability = identify_language(text, lid)

@@ -269,7 +269,7 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
         check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
         check_or_write_stamp(plan, folder)
-        steps.write_plan(folder, plan)
+        steps.write_plan_and_clear_caches(folder, plan)
         do_steps(folder, executor, workers)
         publish_result_and_remove_work(corpus, folder, out)
     finally:

@@ -102,7 +102,8 @@ def read_plan(folder: Path) -> CorpusPlan:
     return CorpusPlan(corpus, **fields)
 
 
-def write_plan(folder: Path, plan: CorpusPlan) -> None:
+def write_plan_and_clear_caches(folder: Path, plan: CorpusPlan) -> None:
+    """Write the plan, and forget what this process has read of an earlier plan."""
     corpus = plan.corpus.model_dump(mode="json", exclude_unset=True)
     write_json(folder / "plan.json", plan._asdict() | {"corpus": corpus})
     for cache in (read_plan, all_chunks, excluded_lines):
@@ -310,6 +311,7 @@ def read_selection_states(folder: Path, chunk: Chunk) -> np.ndarray:
 
 
 def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
+    """Yield each clean unit of a chunk with KEPT, REPEATED, NEAR or HELD_OUT."""
     units = read_unit_file(folder / f"clean/{chunk.number}.jsonl")
     yield from zip(units, read_selection_states(folder, chunk).tolist(), strict=True)
 
@@ -328,7 +330,7 @@ def write_links_of_direction(folder: Path, direction_number: int) -> None:
         for chunk in chunks:
             units = list[Unit]()
             for unit, state in read_units_and_states(folder, chunk):
-                if is_unlinked(unit, state):
+                if is_used_and_unlinked(unit, state):
                     links, _ = project_links(next(lines), tuple(unit.texts), links_number_words=True)
                     unit = unit._replace(links=links)
                 units.append(unit)
@@ -339,11 +341,12 @@ def unlinked_pairs(folder: Path, chunks: Iterable[Chunk]) -> Iterator[tuple[str,
     """Yield both texts of each pair without links that is kept or held out."""
     for chunk in chunks:
         for unit, state in read_units_and_states(folder, chunk):
-            if is_unlinked(unit, state):
+            if is_used_and_unlinked(unit, state):
                 yield unit.texts[0], unit.texts[1]
 
 
-def is_unlinked(unit: Unit, state: int) -> bool:
+def is_used_and_unlinked(unit: Unit, state: int) -> bool:
+    """Return whether a unit that is kept or held out has no links."""
     return unit.links is None and state in (KEPT, HELD_OUT)
 
 

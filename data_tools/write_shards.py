@@ -107,7 +107,7 @@ def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     try:
         for path in folder.iterdir():  # left by a killed command
             files.remove(path)
-        steps.write_plan(folder, plan)
+        steps.write_plan_and_clear_caches(folder, plan)
         do_steps(folder, "local", 1)
         files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
     finally:

@@ -253,6 +253,7 @@ class EvalTask:
 
     @property
     def kind(self) -> str:
+        """The part of the name before the first dot, such as "retrieval"."""
         return self.name.partition(".")[0]
 
 

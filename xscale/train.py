@@ -169,6 +169,7 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> ExitCode:
+    """Join the process group of all ranks, train the run, and leave the group. Returns the exit code."""
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage
     cpu_group = CpuGroup()

@@ -96,10 +96,12 @@ class Source:
 
     @property
     def langs_name(self) -> str:
+        """The languages in the order of the texts, such as "en-de"."""
         return "-".join(self.langs)
 
     @property
     def sorted_langs_name(self) -> str:
+        """The languages in alphabetical order, such as "de-en"."""
         return sorted_pair_name(self.langs)
 
     @cached_property

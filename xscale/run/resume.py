@@ -240,6 +240,7 @@ def is_nonzero_float(value: Any) -> bool:
 
 
 def is_checkpoint_of_run(checkpoint: Checkpoint, out: Path) -> bool:
+    """Return whether the checkpoint is in the run's own folder `out`."""
     return checkpoint.path.parent.resolve() == (out / "checkpoints").resolve()
 
 
