@@ -119,8 +119,14 @@ def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path:
     for block in blocks:
         attend: list[Any] = [qkv, starts, out, block[1], 5, 2, 0.1, None]
         one_block = mock.patch.object(attention_kernels, "BLOCKS", (block,))
-        programs.append((attention_kernels, "forward_heads", one_block(partial(attention_kernels.attend, *attend))))
-        backward = partial(attention_kernels.attend, *attend, torch.zeros_like(qkv))
+        programs.append(
+            (
+                attention_kernels,
+                "forward_heads",
+                one_block(partial(attention_kernels.launch_attention_kernels, *attend)),
+            )
+        )
+        backward = partial(attention_kernels.launch_attention_kernels, *attend, torch.zeros_like(qkv))
         programs.append((attention_kernels, "backward_heads", one_block(backward)))
     for module, name, work in programs:
         found = memory_instructions(compiled(module, name, 90, work), tmp_path)
