@@ -18,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # --no-compile: Python compiles the modules that a process imports; pip would compile all 23,000 files, which takes a minute.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 (with venv) is needed; set PYTHON=/path/to/python3.13"; exit 2; }
+	@echo "installing xscale and its packages into $(VENV): 1 to 5 minutes, without further lines"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --use-pep517 -c constraints.txt --editable '.[dev,mpi,eval]'
 	touch $@
