@@ -34,9 +34,9 @@ def run(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         code = 4 if error.errno in ENVIRONMENT_ERRNOS else 2
-        place = error.filename or "a file"
         print(
-            f"error: {place}: {error.strerror or error}. Remove the cause of the error, then start the command again",
+            f"error: {error.filename or 'a file'}: {error.strerror or error}. Remove the cause of the error, then "
+            "start the command again",
             file=sys.stderr,
         )
     except KeyboardInterrupt:

@@ -49,33 +49,30 @@ class TaskList:
 def replacement_file(path: Path) -> Iterator[Path]:
     """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may replace the
     same `path` at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
-    try:
+    own_path = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
+    with files.atomic_write(own_path) as partial:
         yield partial
-        files.sync_to_disk(partial)
-        os.replace(partial, path)
-    except BaseException as error:
-        files.remove(partial)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # errors of writes do not name the file
-        raise
+    os.replace(own_path, path)
 
 
-def lock_folder(folder: Path) -> int:
-    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock.
-    After a kill, workers may have it for a moment."""
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """A context in which this process has the lock of a folder. Raises UserError if another process has it. After a
+    kill, workers may have it for a moment."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is writing to {folder}. Wait until the other process has ended, or stop the other "
+                "process"
+            ) from None
+        except OSError:
+            pass  # the file system has no locks
+        yield
+    finally:
         os.close(fd)
-        raise UserError(
-            f"another process is writing to {folder}. Wait until the other process has ended, or stop the other process"
-        ) from None
-    except OSError:
-        pass  # the file system has no locks
-    return fd
 
 
 def done_marker_path(folder: Path, step: str, number: int) -> Path:
@@ -107,17 +104,24 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
             do_task_unless_done(tasks.folder, tasks.name, tasks.function, number)
             yield
         return
+    remedy = "Start the command again with fewer --workers; finished tasks are not repeated"
+    with worker_pool(workers, f"in the step `{tasks.name}`", remedy) as pool:
+        futures = [pool.submit(do_task_unless_done, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+@contextmanager
+def worker_pool(workers: int, place: str, remedy: str) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes. Raises MachineError, with the place and the remedy, if a process is killed."""
     # Forked workers hold the folder's lock, too: a new start waits until the workers of a killed one have ended.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, exit_with_parent, (os.getpid(),))
     try:
-        futures = [pool.submit(do_task_unless_done, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
-        for future in as_completed(futures):
-            yield future.result()
+        yield pool
     except BrokenProcessPool:
         raise MachineError(
-            f"a worker process was killed in the step `{tasks.name}`, perhaps because the memory ran out (see "
-            "`dmesg`). Start the command again with fewer --workers; finished tasks are not repeated"
+            f"a worker process was killed {place}, perhaps because the memory ran out (see `dmesg`). {remedy}"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -143,8 +147,12 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
     jobs = min(workers, len(tasks.numbers))
     words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(tasks.folder), tasks.name]
     flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
-    flags += [f"--job-name=prepare-{tasks.name}", f"--output={logs}/{tasks.name}-%A_%a.out", "--open-mode=append"]
-    flags.append(f"--wrap=exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}")
+    flags += [
+        f"--job-name=prepare-{tasks.name}",
+        f"--output={logs}/{tasks.name}-%A_%a.out",
+        "--open-mode=append",
+        f"--wrap=exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}",
+    ]
     # If this process runs in an allocation, sbatch would take the allocation's variables for flags.
     environment = {name: text for name, text in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
     try:

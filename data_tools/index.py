@@ -14,12 +14,9 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +36,11 @@ from xscale.data.shards import (
     read_index,
     source_fingerprint,
 )
-from xscale.errors import MachineError, UserError
+from xscale.errors import UserError
 from xscale.record import Record, Shard, is_sample_member, parse_json, parse_tar_sample, sample_key
 
 from .command import run
-from .engine import exit_with_parent
+from .engine import worker_pool
 
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time."""
@@ -219,14 +216,8 @@ def index_tars_in_processes(index_one: Callable[[Path], ScannedTar], paths: list
     if len(paths) < 2 * WORKER_TARS:
         return list(map(index_one, paths))
     workers = min(len(os.sched_getaffinity(0)), len(paths) // WORKER_TARS)
-    with ProcessPoolExecutor(workers, get_context("fork"), exit_with_parent, (os.getpid(),)) as pool:
-        try:
-            return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
-        except BrokenProcessPool:
-            raise MachineError(
-                f"a process that reads tars in {paths[0].parent} was killed, perhaps because the memory ran out (see "
-                "`dmesg`). Start the command again"
-            ) from None
+    with worker_pool(workers, f"that read tars in {paths[0].parent}", "Start the command again") as pool:
+        return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
 
 
 def write_idx_of_tar(
@@ -251,13 +242,12 @@ def read_segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
 
 
 def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of index.json. tars: all tars of the directory. Raises UserError if they differ in their
-    languages or their layout."""
-    in_order = sorted(tars, key=lambda tar: tar.shard.name)
-    first = in_order[0]
+    """Return the content of index.json. tars: all tars of the directory, in the order of their names. Raises UserError
+    if they differ in their languages or their layout."""
+    first = tars[0]
     records = documents = linked = size = 0
     shards = list[dict[str, Any]]()
-    for tar in in_order:
+    for tar in tars:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
                 f"the tars in {directory} must have the same languages and the same layout (lines: members such as "

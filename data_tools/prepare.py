@@ -264,16 +264,13 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     files.check_writable_and_make_folder(out)
     folder = files.partial_path(out)
     folder.mkdir(exist_ok=True)
-    lock = lock_folder(folder)
-    try:
+    with lock_folder(folder):
         check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
         check_or_write_stamp(plan, folder)
         steps.write_plan_and_clear_caches(folder, plan)
         do_steps(folder, executor, workers)
         publish_result_and_remove_work(corpus, folder, out)
-    finally:
-        os.close(lock)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -74,8 +74,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
                 "which UTF-8 cannot encode. Correct the text"
             )
         yield unit
-        if unit.texts:
-            complete += 1
+        complete += bool(unit.texts)
         if complete == source.first:  # the rest of the file is not read, so it may be damaged
             return
     if not complete:
@@ -509,11 +508,8 @@ READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {
 }
 """The key of a source that names its files -> the function that reads them."""
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def unit_to_line(unit: Unit) -> str:
-    return _encode(unit)
+unit_to_line: Callable[[Unit], str] = json.JSONEncoder(ensure_ascii=False).encode
+"""The function that returns the line for a unit in the files of chunks."""
 
 
 def unit_from_line(line: str) -> Unit:

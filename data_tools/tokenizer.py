@@ -52,20 +52,15 @@ Texts = Iterable[tuple[str, str]]
 def train(texts: Texts, model_type: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
     """Return a trained tokenizer: WordPiece in BERT's style, Unigram in XLM-R's, or byte-level BPE in RoBERTa's. It has
     mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does. Raises UserError."""
-    if model_type == "wordpiece":
-        special = WORDPIECE_SPECIAL
-        tokenizer = _train_wordpiece(texts, vocab_size, lowercase)
-    elif model_type == "bpe":
-        special = ROBERTA_SPECIAL
-        tokenizer = _train_bpe(texts, vocab_size, lowercase)
-    else:
-        special = ROBERTA_SPECIAL
-        tokenizer = _train_unigram(texts, vocab_size, lowercase)
+    train_model = {"wordpiece": _train_wordpiece, "unigram": _train_unigram, "bpe": _train_bpe}[model_type]
+    tokenizer = train_model(texts, vocab_size, lowercase)
+    is_wordpiece = model_type == "wordpiece"
+    special = WORDPIECE_SPECIAL if is_wordpiece else ROBERTA_SPECIAL
     cls = special["cls"]
     sep = special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1" if model_type == "wordpiece" else f"{cls} $A {sep} {sep} $B {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1" if is_wordpiece else f"{cls} $A {sep} {sep} $B {sep}",
         special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
     )
     return PreTrainedTokenizerFast(

@@ -8,7 +8,6 @@ or .zst. `-` is standard input, which must be plain. The directory DIR appears o
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,16 +102,15 @@ def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     check_new_folder(out)
     folder = files.partial_path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(folder)
-    try:
-        for path in folder.iterdir():  # left by a killed command
-            files.remove(path)
-        steps.write_plan_and_clear_caches(folder, plan)
-        do_steps(folder, "local", 1)
-        files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
-    finally:
-        files.remove(folder)
-        os.close(lock)
+    with lock_folder(folder):
+        try:
+            for path in folder.iterdir():  # left by a killed command
+                files.remove(path)
+            steps.write_plan_and_clear_caches(folder, plan)
+            do_steps(folder, "local", 1)
+            files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
+        finally:
+            files.remove(folder)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -907,10 +907,8 @@ def test_another_corpus_or_run_is_refused(
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     folder.mkdir()
-    lock = engine.lock_folder(folder)
-    with pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
+    with engine.lock_folder(folder), pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
         run(tmp_path, tree)
-    os.close(lock)
     prepare.check_or_write_stamp(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
