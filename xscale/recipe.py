@@ -656,8 +656,10 @@ def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_fo
     written = fields if isinstance(fields, dict) else {}
     python_nulls = [name for name, value in written.items() if '"None"' in json.dumps(value, default=str)]
     if python_nulls:  # as text, None would be the name of a model or folder
-        remedy = "None is not a value of YAML. Write null for no value, or remove None from a list"
-        problems += [f"{where}.{name}: {remedy}" for name in python_nulls]
+        problems += [
+            f"{where}.{name}: None is not a value of YAML. Write null for no value, or remove None from a list"
+            for name in python_nulls
+        ]
         return None
     try:
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
