@@ -379,3 +379,19 @@ def test_an_error_that_cannot_be_printed_keeps_its_code(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "stderr", Full())
     assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 4
     assert "metrics.jsonl" in json.loads((tmp_path / "status.json").read_text())["why"]
+
+
+def test_a_launcher_that_is_killed_while_its_rank_imports_is_known(tmp_path: Path) -> None:
+    """By then the rank has another parent process. StopRequest asks whether the known launchers are alive."""
+    (tmp_path / "rank.py").write_text(
+        "import os, time\nfrom xscale.errors import find_launchers\nparent = os.getppid()\nfind_launchers()\n"
+        "print('found', flush=True)\nwhile os.getppid() == parent:\n    time.sleep(0.01)\n"
+        "print(*[launcher.pid for launcher in find_launchers()], flush=True)\n"
+    )
+    (tmp_path / "deepspeed").write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'rank.py'])\n")
+    words = [sys.executable, "deepspeed"]
+    environment = launch.environment() | {"PYTHONPATH": str(launch.ROOT)}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout and launcher.stdout.readline() == "found\n"
+        launcher.kill()
+        assert launcher.stdout.readline() == f"{launcher.pid}\n"

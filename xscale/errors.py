@@ -10,9 +10,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from xscale.removed import removed_flag_error
 
@@ -28,6 +29,13 @@ ExitCode = int
 
 READER_ENDED = 128 + signal.SIGPIPE
 """The exit code of a command whose output is no longer read, as in `xscale data inspect DIR | head`."""
+
+
+LAUNCHERS = {
+    *("deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torchrun", "torch.distributed.run"),
+    *("mpirun", "mpiexec", "orterun", "prterun"),
+}
+"""The programs and Python modules that start ranks."""
 
 
 class UserError(ValueError):
@@ -194,3 +202,16 @@ def hold_signals() -> None:
     """
     faulthandler.register(signal.SIGUSR1, 2)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+
+
+@cache
+def find_launchers() -> list[Any]:
+    """Return the programs that started this rank, as they were at the first call, as processes of psutil."""
+    import psutil  # only runs need it
+
+    launchers = list[Any]()
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if not LAUNCHERS.isdisjoint(Path(word).name for word in process.cmdline()[:4]):
+                launchers.append(process)
+    return launchers

@@ -11,10 +11,12 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from xscale.errors import hold_signals
+from xscale.errors import find_launchers, hold_signals
 
 if __name__ == "__main__":
-    hold_signals()  # before the imports, which take seconds
+    # Before the imports, which take seconds, and in which a signal may come or a launcher may be killed.
+    hold_signals()
+    find_launchers()
 
 import argparse
 import gc

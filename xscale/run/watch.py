@@ -21,17 +21,12 @@ from typing import Any, NamedTuple
 import psutil
 
 from xscale import files
-from xscale.errors import LOG, hold_signals
+from xscale.errors import LOG, find_launchers, hold_signals
 from xscale.ranks import CpuGroup, Process
 from xscale.run.run_status import STUCK, Status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a run to save and end."""
-LAUNCHERS = {
-    *("deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torchrun", "torch.distributed.run"),
-    *("mpirun", "mpiexec", "orterun", "prterun"),
-}
-"""The programs and Python modules that start ranks."""
 LOOK_SECONDS = 5.0
 """The longest time between two checks by the watch thread."""
 FIRST_WARNING_SECONDS = 60.0
@@ -49,7 +44,7 @@ class StopRequest:
         """Begin to listen to signals. minutes: train.time_limit."""
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
-        self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
+        self.launchers = find_launchers()
         """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
         self.has_stepped = False
         """True once this start has made a step. Before that, the time limit has no effect, since a limit that is
@@ -87,13 +82,6 @@ def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def _is_launcher(process: psutil.Process) -> bool:
-    words = list[str]()
-    with suppress(psutil.Error):
-        words = process.cmdline()[:4]
-    return not LAUNCHERS.isdisjoint(Path(word).name for word in words)
 
 
 class Beat(NamedTuple):
