@@ -151,7 +151,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(
-                f"step {name}: all {count:,} tasks are done, {len(left):,} of them by this command",
+                f"step {name}: {count:,} of {count:,} tasks are done, {len(left):,} of them by this command",
                 file=sys.stderr,
                 flush=True,
             )
@@ -170,7 +170,7 @@ def print_kept_counts(folder: Path) -> None:
             states = steps.read_selection_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(
-            f"{corpus.names[number]}: after the rules, {left:,} of {read:,} {source.kind} are left",
+            f"source {corpus.names[number]}: the rules keep {left:,} of {read:,} {source.kind}",
             file=sys.stderr,
             flush=True,
         )

@@ -212,9 +212,9 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
-            f"{path}: line {unit.number}: {form}. Correct the line. If the aligner read other texts, "
-            "such as tokenised text, pass these texts by --links_src FILE --links_tgt FILE (in corpus.yaml, by "
-            "`linked:`)"
+            f"{path}: line {unit.number}: {form}. Correct the line. If the aligner read texts other than these two, "
+            "such as tokenised text, pass the texts of the aligner by --links_src FILE --links_tgt FILE (in "
+            "corpus.yaml, by `linked:`)"
         ) from None
 
 

@@ -105,7 +105,7 @@ GOOD = {
     "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
               [(("When?", "Ada wrote it in 1843."), ())]),
 }  # fmt: skip
-PRINTED = {"an unknown header": "line 1 .* 'stars'.* as text<TAB>label",
+PRINTED = {"an unknown header": "line 1 .* 'stars'.* by text<TAB>label",
            "withheld words": "1 of 2 .*distributed without text", "PAWS-X": "1 of 3 .*blank",
             "XNLI's own": "1 of 2 .*label", "SNLI": "1 of 2 .*label", "SQuAD": "1 of 2 .*answer"}  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -132,19 +132,19 @@ BAD = {
         "xnli",
         "a.jsonl",
         '{"premise": "a", "b": "c"}\n',
-        "row 1: .*`hypothesis` is missing.*premise, b",
+        "row 1: .*column `hypothesis` of type str.*premise, b",
     ),
     "a number": (
         "xnli",
         "a.jsonl",
         '{"premise": 1, "hypothesis": "b"}\n',
-        "row 1: .* `premise` is missing, or its value 1 is not of type str",
+        "row 1: each example needs a column `premise` of type str.* the value of `premise` is 1",
     ),
     "no label": (
         "xnli",
         "a.jsonl",
         '{"premise": "a", "hypothesis": "b"}\n',
-        "row 1: the column `label` is missing",
+        "row 1: each example needs a column `label` of type",
     ),
     "fewer tags": (
         "pos",
@@ -156,7 +156,7 @@ BAD = {
         "xquad",
         "a.jsonl",
         '{"question": "a", "context": "b", "answers": {"text": ["b"]}}\n',
-        "row 1: the column `answer_start` is missing",
+        "row 1: each example needs a column `answer_start` of type",
     ),
     "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
     "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "KeyError: 'id'"),

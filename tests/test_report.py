@@ -278,7 +278,7 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("run/absent", "", "run is not the folder of a run, because it has no metrics.jsonl"),
+        ("run/absent", "", "run is neither the folder of a run, which has a metrics.jsonl, nor"),
         ("run/config.yaml", "a: [1", "config.yaml is not valid YAML (while parsing"),
         ("absent.json", None, "absent.json cannot be read (No such file"),
         ("scores.json", "{", "scores.json is not valid JSON"),

@@ -254,7 +254,7 @@ WRONG = {
         r"eval\.heldout: streams\.alignlm needs word alignments, .*bare",
     ),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
-    "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: there is no index\.json"),
+    "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope does not exist"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*ds_config of stage 2"),
 }

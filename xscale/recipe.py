@@ -487,7 +487,10 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
             tree["train"].pop("epochs", None)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        problems.append(f"--set {assignment[:80]}: {reason}. Write SECTION.FIELD=VALUE, with a value in YAML")
+        problems.append(
+            f"--set {assignment[:80]}: {reason}. Write SECTION.FIELD=VALUE, with a value in YAML. If the value has "
+            "spaces, put 'SECTION.FIELD=VALUE' into quotation marks"
+        )
 
 
 def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:

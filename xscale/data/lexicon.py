@@ -210,8 +210,8 @@ def languages_in_file_name(path: Path, languages: Collection[str]) -> tuple[str,
     pair = split_pair_name(path.name.partition(".")[0], languages)
     if pair is None:
         raise UserError(
-            f"{path}: the file name does not name the two languages of the dictionary. Rename the file to the "
-            "languages of its two columns, such as en-de.txt or en-zh-CN.txt (country in capitals)"
+            f"{path}: the file name does not name the two languages of the dictionary. Name the file after "
+            "the languages of its two columns, such as en-de.txt or en-zh-CN.txt (country in capitals)"
         )
     spelled = list[str]()
     for language in pair:

@@ -527,6 +527,8 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
             remote = open_remote(location, cache_folder(cache))
             sources.append(Source(remote.folder, remote))
             continue
+        if not location.exists():
+            raise UserError(f"--data {location} does not exist. Correct the path")
         folders = list_source_folders(location)
         check_folders_beside_sources(location, folders)
         if not folders:

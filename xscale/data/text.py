@@ -89,8 +89,8 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read after line {lines} ({error.strerror or error}). Correct the path or "
-            f"its permissions, or use another file with lines of text. {_TABLES}"
+            f"{path} cannot be read ({error.strerror or error}; {lines} lines were read before this error). Correct "
+            f"the path or its permissions, or use another file with lines of text. {_TABLES}"
         ) from None
 
 

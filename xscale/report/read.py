@@ -64,8 +64,9 @@ def read_run(folder: Path) -> Run:
     """Return the content of a run's folder. Raises UserError for a folder without a run, and for a damaged file."""
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
         raise UserError(
-            f"{folder} is not the folder of a run, because it has no metrics.jsonl. Use folders of runs (`--out` "
-            "of `xscale train`), or result files"
+            f"{folder} is neither the folder of a run, which has a metrics.jsonl, nor a result file, which ends in "
+            ".json. Use folders of runs (`--out` of `xscale train`), or result files (`--out` of `xscale eval` or "
+            "`xscale finetune`)"
         )
     metrics: dict[str, dict[int, float]] = {}
     for line in read_json_lines(folder / "metrics.jsonl"):

@@ -159,7 +159,7 @@ def set_up_training(
     LOG.info(f"xscale {code_version()}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
-        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {run.config.stage}, "
+        f"{process.world} rank(s) on {engine.device.type}, ZeRO stage {run.config.stage}, "
         f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:

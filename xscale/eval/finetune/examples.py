@@ -194,7 +194,7 @@ def column_value(row: Columns, name: str, kind: type) -> Any:
     value = row.get(name)
     if name not in row or not isinstance(value, kind):
         raise UserError(
-            f"the column `{name}` is missing, or its value {value!r} is not of type {kind.__name__}. The columns are "
-            f"{', '.join(row)}: rename or correct the columns"
+            f"each example needs a column `{name}` of type {kind.__name__}. Here the columns are {', '.join(row)}, and "
+            f"the value of `{name}` is {value!r}. Rename or correct the columns"
         )
     return value

@@ -356,8 +356,8 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     labels = [example.labels for example in examples]
     if isinstance(task, Classification) and examples[0].place == "line 1" and labels.count(labels[0]) == 1:
         print_on_rank_0(
-            f"{path}: line 1 is an example with the label {labels[0][0]!r}, which no other line has. If line 1 has "
-            f"the names of the columns, write it as {'<TAB>'.join((*task.columns, 'label'))}"
+            f"{path}: line 1 is an example with the label {labels[0][0]!r}, which no other line has. If line 1 is "
+            f"a header with the names of the columns, replace line 1 by {'<TAB>'.join((*task.columns, 'label'))}"
         )
     if isinstance(task, Tagging):
         check_not_wikiann_or_germeval(path, [example.texts for example in examples])
