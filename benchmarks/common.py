@@ -75,7 +75,7 @@ class RecipeEngine:
 
     def flops(self, batch: StepBatch) -> float:
         """Return the FLOPs that the recipe's objectives need for the step."""
-        return sum(self.formula.flops_by_purpose(batch.cost()).values())
+        return sum(self.formula.flops_by_purpose(batch.cost(), len(batch.rows)).values())
 
     def train(self, batch: StepBatch) -> StepResult:
         place = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}

@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests import launch
 from tests.launch import open_run
-from tests.rows import CPU, pass_row, saved_bytes, shared_of
+from tests.rows import CPU, saved_bytes, shared_of
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, Tokens
 from xscale.models.build import preset_config
@@ -192,7 +192,7 @@ def test_flops_by_term(preset: str) -> None:
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
     row_cost = {"tokens": 512, "places": 75, "squares": 8 * 64**2, "predictions": 30}
     row_cost |= {"auxiliary_tokens": 128, "auxiliary_places": 128, "auxiliary_squares": 2 * 64**2}
-    found = cost.StepFlops(encoder).flops_by_purpose(row_cost)
+    found = cost.StepFlops(encoder).flops_by_purpose(row_cost, 1)
     with counter() as counted:
         encoder(row_of(8, 64), torch.arange(75)).sum().backward()
     in_attention = sum(counted.get_flop_counts()["Global"].get(operator, 0) for operator in ATTENTION)
@@ -222,16 +222,23 @@ def test_flops_of_local_attention() -> None:
     assert 1 <= mixed < 1.1, "of sequences of different length a little too many"
 
 
-@pytest.mark.parametrize("recipe", ["mlm", "ppa", "contextual", "mixed", "word_contrast"])
-def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "row_count"),
+    [("mlm", 1), ("ppa", 1), ("contextual", 1), ("mixed", 1), ("word_contrast", 1), ("mixed", 2)],
+)
+def test_flops_of_whole_rows(demo: Path, recipe: str, row_count: int) -> None:
     """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
     heads, and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
     weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
+    rows = [row.to(CPU)] * row_count
+    seeds = [(number,) for number in range(row_count)]
     with counter() as counted:
-        pass_row(module, row, weights)[0].backward()
-    found = cost.StepFlops.of(module).flops_by_purpose(row.cost)
+        for row_of_step, shared, seed in zip(rows, shared_of(module, rows, seeds), seeds, strict=True):
+            compute_row_loss(module, row_of_step, shared, weights, seed)[0].backward()
+    row_costs = {name: row_count * number for name, number in row.cost.items()}
+    found = cost.StepFlops.of(module).flops_by_purpose(row_costs, row_count)
     assert set(found) == {"encoder", "attention", "head", "auxiliary", "vectors"}
-    assert (found["vectors"] > 0) == (recipe in ("mixed", "word_contrast"))
+    assert (found["vectors"] > 0) == (recipe in ("mixed", "word_contrast") and row_count > 1)
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
     assert sum(found.values()) <= counted.get_total_flops() * 1.001

@@ -26,7 +26,13 @@ from xscale.objectives.step_contrast import (
     to_byte_columns,
     vectors_and_text_hashes,
 )
-from xscale.step.step import compute_row_loss, precompute_and_gather_states, weights_of_term_sums
+from xscale.step.module import States
+from xscale.step.step import (
+    add_gathered_vectors_of_step,
+    compute_row_loss,
+    precompute_and_gather_states,
+    weights_of_term_sums,
+)
 
 MORE_SAMPLES = {
     "word_contrast": "streams.word_contrast.samples=12",
@@ -112,6 +118,29 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
         module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))]
     )
     assert len(computed) == len(rows) >= 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_only_row_of_a_step_has_one_forward_pass(demo: Path, recipe: str) -> None:
+    """With dropout, it has the same bits as with vectors that were computed before, as for several rows."""
+    loader = resolve_run(demo, recipe, MORE_SAMPLES[recipe], "model.dropout=0.1")
+    module = make_module(loader)
+    ((rows,),) = rows_of_step(loader, 1)
+    on_device = [row.to(torch.device("cpu")) for row in rows]
+    seeds = [(0,)]
+    weights = weights_of_term_sums(loader.recipe, totals_of(rows), 0)
+    precomputed = precompute_and_gather_states(module, on_device, seeds)
+    assert precomputed == [{}]
+    with_vectors: list[States] = [{}]
+    add_gathered_vectors_of_step(with_vectors, module, on_device, seeds)
+    losses = list[float]()
+    gradients = list[tuple[torch.Tensor, ...]]()
+    for (states,) in (precomputed, with_vectors):
+        loss, _ = compute_row_loss(module, on_device[0], states, weights, seeds[0])
+        losses.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True))
+    assert losses[0] == losses[1] > 0
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def gradient_of_a_rank(folder: Path, demo: Path, recipe: str) -> None:

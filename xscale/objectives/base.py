@@ -147,8 +147,8 @@ class Objective:
     """Like `loss`, but returns vectors [n, D] of the row's samples. The losses of all rows of the step get them.
 
     The loss then gets states["step"] [V, D], the vectors of the whole step, and states["own"] [n], the indices of the
-    row's own vectors in it. Only the row's own vectors have a gradient. This costs a second forward pass. See
-    `step_loss_share`.
+    row's own vectors in it. Only the row's own vectors have a gradient. This costs a second forward pass, unless the
+    step has only one row. See `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, number of samples of a step) -> an error message with the remedy; None if the options are valid for

@@ -8,11 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def is_only_rank() -> bool:
+    """Return whether the run has one rank."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def all_gather_rows(rows_ND: Tensor, row_counts_of_ranks: list[int] | None = None) -> tuple[Tensor, int]:
     """Return the rows of all ranks [V, D], in the order of ranks, and the index of this rank's first row. All ranks
     call it together. row_counts_of_ranks: None: the ranks first exchange these numbers, for which
     the host waits for the device."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_only_rank():
         return rows_ND, 0
     if row_counts_of_ranks is None:
         sizes = [torch.zeros(1, dtype=torch.int64, device=rows_ND.device) for _ in range(dist.get_world_size())]

@@ -160,7 +160,8 @@ class Trainer:
         if measure:
             metrics |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
-        metrics |= self.flops.gpu_metrics(agreed.cost, seconds, self.context.process.world)
+        world = self.context.process.world
+        metrics |= self.flops.gpu_metrics(agreed.cost, world * len(agreed.batch.rows), seconds, world)
         metrics["step_s"] = seconds
         metrics["tokens_per_s"] = agreed.cost["tokens"] / seconds
         metrics["samples_per_s"] = agreed.samples / seconds

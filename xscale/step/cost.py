@@ -182,12 +182,12 @@ class StepFlops:
     auxiliary: a third of encoder and attention for the tokens that auxiliary encoders read, since these encoders have
     no backward pass.
     vectors: a third of encoder and attention, for the additional forward pass of objectives that compare the samples of
-    a whole step.
+    a whole step. A step with only one row has no such pass.
     The objectives' own heads are small and left out.
     """
 
     def __init__(self, encoder: Encoder, has_vectors: bool = False):
-        """has_vectors: whether a row has one more forward pass (StepModule.streams_with_vectors)."""
+        """has_vectors: whether each of several rows has one more forward pass (StepModule.streams_with_vectors)."""
         config = encoder.lm.config
         weights = 0
         for module in encoder.lm.base_model.modules():
@@ -210,8 +210,9 @@ class StepFlops:
     def of(cls, module: StepModule) -> "StepFlops":
         return cls(module.encoder, bool(module.streams_with_vectors()))
 
-    def flops_by_purpose(self, cost: Mapping[str, int]) -> dict[str, float]:
-        """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
+    def flops_by_purpose(self, cost: Mapping[str, int], rows: int) -> dict[str, float]:
+        """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. rows: the number
+        of packed rows on all ranks."""
         auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
         auxiliary += self.attention_flops(cost["auxiliary_tokens"], cost["auxiliary_squares"])
         encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
@@ -221,7 +222,7 @@ class StepFlops:
             "attention": attention,
             "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,
-            "vectors": (encoder + attention) / 3 if self.has_vectors else 0.0,
+            "vectors": (encoder + attention) / 3 if self.has_vectors and rows > 1 else 0.0,
         }
 
     def attention_flops(self, tokens: int, squares: int) -> float:
@@ -234,11 +235,11 @@ class StepFlops:
             within = length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
-    def gpu_metrics(self, cost: Mapping[str, int], seconds: float, world: int) -> dict[str, float]:
-        """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost: the sum of Row.cost over all ranks."""
+    def gpu_metrics(self, cost: Mapping[str, int], rows: int, seconds: float, world: int) -> dict[str, float]:
+        """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost, rows: see `flops_by_purpose`."""
         if not torch.cuda.is_available():
             return {}
         metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            metrics["mfu"] = sum(self.flops_by_purpose(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
+            metrics["mfu"] = sum(self.flops_by_purpose(cost, rows).values()) / (max(seconds, 1e-9) * self.peak * world)
         return metrics

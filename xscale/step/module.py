@@ -141,9 +141,7 @@ class StepModule(nn.Module):
         """Return the losses that the stream's objective computes for a row. states: the row's states of the stream."""
         objective = OBJECTIVES[self.streams[stream].objective]
         if objective.vectors:
-            # Of the step's vectors, only the row's own have a gradient.
-            own_vectors = self.compute_vectors(stream, states, row)
-            states = states | {"step": states["step"].index_copy(0, states["own"], own_vectors)}
+            states = states | vectors_of_step(states, self.compute_vectors(stream, states, row))
         with self.naming_errors(stream, "loss"):
             options = self.streams[stream].options
             losses = objective.loss(self.objective_parts(stream), states, row.arrays[stream], options)
@@ -238,6 +236,15 @@ def encoder_states_by_stream(encoder: Encoder, row: Row) -> States:
     for stream, counts in row.state_counts.items():
         states[stream] = {name: next(parts) for name in counts}
     return states
+
+
+def vectors_of_step(states: dict[str, Tensor], own_vectors_ND: Tensor) -> dict[str, Tensor]:
+    """Return "step", the vectors of the whole step, and "own", the indices of the row's own vectors in it. Only these
+    have a gradient. states: the row's states of the stream. The only row of a step has no precomputed vectors."""
+    if "step" not in states:
+        return {"step": own_vectors_ND, "own": torch.arange(len(own_vectors_ND), device=own_vectors_ND.device)}
+    own_N = states["own"]
+    return {"step": states["step"].index_copy(0, own_N, own_vectors_ND), "own": own_N}
 
 
 def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None:

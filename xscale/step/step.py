@@ -17,7 +17,7 @@ from xscale import rng
 from xscale.data.packed_row import Row, copy_to_device
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
-from xscale.ops.rank_rows import all_gather_rows
+from xscale.ops.rank_rows import all_gather_rows, is_only_rank
 from xscale.recipe import Recipe
 from xscale.step.module import States, StepModule, Sums, Weights, encoder_states_by_stream
 from xscale.step.zero import one_reduction, update_weights_if_finite
@@ -188,12 +188,14 @@ def precompute_and_gather_states(
 ) -> list[States]:
     """Return the states that each row's losses read in addition to those of the row's forward pass: the states of the
     auxiliary encoders and, for objectives that compare the samples of a whole step, the vectors of all rows and ranks.
-    Also let the auxiliary states gather their vectors from all ranks. vector_counts_of_ranks: see `optimizer_step`."""
+    The only row of a step computes all these vectors in its own forward pass, so they are not computed here. Also let
+    the auxiliary states gather their vectors from all ranks. vector_counts_of_ranks: see `optimizer_step`."""
     precomputed = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather_new_vectors(vector_counts_of_ranks.get(stream))
-    if module.streams_with_vectors():
+    is_only_row = len(rows) == 1 and is_only_rank()
+    if module.streams_with_vectors() and not is_only_row:
         add_gathered_vectors_of_step(precomputed, module, rows, seeds)
     return precomputed
 
