@@ -54,7 +54,7 @@ class Waits(TorchDispatchMode):
 
 def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward and the companions' update of a row of all objectives, with attention as a GPU's kernel has it.
-    But for the weights of the predictions and the seeds of three forward passes, which come from the host, and on a
+    But for the weights of the predictions and the seeds of two forward passes, which come from the host, and on a
     CPU the head, which looks whether the incoming gradient is 1."""
     monkeypatch.setattr(flat, "attention", lambda qkv_NX, *_: qkv_NX[:, : qkv_NX.shape[1] // 3])
     module = StepModule(launch.encoder(loader), loader.recipe)
@@ -66,7 +66,7 @@ def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row, monkeyp
     with Waits() as waits:
         (shared,) = shared_of(module, [on_device], [(0,)])
         loss, _ = compute_row_loss(module, on_device, shared, weights, (0,))
-    assert waits.found == copies.found + Counter(lift_fresh=1, _local_scalar_dense=3)
+    assert waits.found == copies.found + Counter(lift_fresh=1, _local_scalar_dense=2)
     with Waits() as waits:
         loss.backward()
     assert waits.found == Counter(_local_scalar_dense=3), "features, weight and bias of the head"

@@ -320,8 +320,11 @@ UNRESOLVED = [
     ({"gradient_accumulation_steps": 4}, f"gradient_accumulation_steps = 4: {CUT}"),
     ({"train_batch_size": 65}, f"train_batch_size = 65: {CUT}"),
     # other integrations fill these; DeepSpeed itself would fail on the text much later
-    ({"zero_optimization": {"reduce_bucket_size": "auto"}}, r'zero_optimization has an "auto" .*reduce_bucket_size'),
-    ({"fp16": {"loss_scale": "auto"}}, r'fp16 has an "auto" .*loss_scale'),
+    (
+        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        r'zero_optimization is .*reduce_bucket_size.* no value for this "auto"',
+    ),
+    ({"fp16": {"loss_scale": "auto"}}, r'fp16 is .*loss_scale.* no value for this "auto"'),
     # what DeepSpeed says
     ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer .*dictionary.*='cpu'"),
     ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater"),

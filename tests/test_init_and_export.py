@@ -549,7 +549,8 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
             init,
             (),
             "cls",
-            f"the pooling of model.init {init}, exported with the sentence-transformers modules and prompts",
+            f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
+            "sentence-transformers modules and prompts of model.init",
         ),
         (tlm_stream, init, (None, 1), "cls", "because these modules need the last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
@@ -583,7 +584,8 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
     reason = (
-        f"cls pooling, the pooling of model.init {init}, exported with the sentence-transformers modules and prompts"
+        f"cls pooling, the pooling of model.init {init}, because no stream trained sentence vectors; the export "
+        "also has the sentence-transformers modules and prompts of model.init"
     )
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card

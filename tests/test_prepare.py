@@ -540,7 +540,7 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
         out.write_text("".join(" ".join(f"{i}-{i}" for i in range(size)) + "\n" for size in sizes))
         return ""
 
-    monkeypatch.setattr(steps, "align", diagonal)
+    monkeypatch.setattr(steps, "write_word_alignments", diagonal)
     monkeypatch.setattr(prepare.word_aligner, "find_aligner", lambda: "eflomal-align")
     monkeypatch.setattr(steps, "CHUNK_UNITS", 3)
     pairs = [("(" + "a " * n + "end", "(" + "b " * (n + 2) + "Ende") for n in range(8)]
