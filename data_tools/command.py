@@ -12,6 +12,8 @@ from xscale.errors import (
     UserError,
     check_arguments,
     escape_unprintable,
+    flush_output,
+    reader_has_ended,
 )
 
 
@@ -23,8 +25,10 @@ def run(main: Callable[[], None]) -> None:
     try:
         check_arguments(sys.argv[1:])
         main()
-        sys.stdout.flush()
+        flush_output()
     except BrokenPipeError:
+        if not reader_has_ended():
+            raise
         os._exit(READER_ENDED)  # a normal exit would fail to write the rest of the output
     except UserError as error:
         code = 2

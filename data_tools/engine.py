@@ -50,9 +50,15 @@ def replacement_file(path: Path) -> Iterator[Path]:
     """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may replace the
     same `path` at the same time."""
     own_path = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
-    with files.atomic_write(own_path) as partial:
-        yield partial
-    os.replace(own_path, path)
+    try:
+        with files.atomic_write(own_path) as partial:
+            yield partial
+        os.replace(own_path, path)
+    except OSError as error:
+        files.remove(own_path)
+        if error.filename == str(own_path):
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

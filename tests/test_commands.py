@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -103,19 +104,31 @@ def test_a_repeated_flag_adds_to_the_earlier_values(monkeypatch, module: str) ->
         assert getattr(parsed, action.dest) in (["a", "b"], [["a"], ["b"]]), action.option_strings
 
 
-@pytest.mark.parametrize("length", [1, 1_000_000])
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from xscale.errors import run_and_exit; run_and_exit(lambda: print('x' * {length}) or 0)",
-        "from data_tools.command import run; run(lambda: print('x' * {length}))",
-    ],
-)
-def test_a_command_ends_quietly_if_its_output_is_no_longer_read(code: str, length: int) -> None:
-    """As in `xscale data inspect DIR | head`."""
+RUN_AND_EXIT = "from xscale.errors import *; run_and_exit(lambda: {call} or flush_output() or 0)"
+RUN_TOOL = "from data_tools.command import run; run(lambda: {call})"
+
+
+def end_of_command(command: str, call: str, stdout: int | None, **options: Any) -> tuple[int, str]:
+    """Return the exit code and the standard error of a command that makes a call."""
+    words = [sys.executable, "-c", command.format(call=call)]
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, env=buffered, **options)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("command", [RUN_AND_EXIT, RUN_TOOL])
+def test_a_command_whose_output_cannot_be_written(command: str) -> None:
+    """A reader that has ended, as in `xscale data inspect DIR | head`, is no error; a full disk is one."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-c", code.format(length=length)]
-    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    for length in (1, 1_000_000):
+        assert end_of_command(command, f"print('x' * {length})", writer) == (141, "")
     os.close(writer)
-    assert (ended.returncode, ended.stderr) in ((141, ""), (0, ""))
+    call = "(_ for _ in ()).throw(BrokenPipeError(32, 'a socket'))"
+    code, error = end_of_command(command, call, subprocess.DEVNULL)
+    assert code not in (0, 141) and "a socket" in error, "another pipe than the output"
+    code, error = end_of_command(command, "None", None, preexec_fn=lambda: os.close(1))
+    assert (code, error) == (0, ""), "a command without an output"
+    with open("/dev/full", "w") as full:
+        code, error = end_of_command(command, "print('x')", full.fileno())
+    assert code != 0 and "No space left on device" in error

@@ -319,6 +319,10 @@ UNRESOLVED = [
     ({"train_micro_batch_size_per_gpu": 1}, f"train_micro_batch_size_per_gpu = 1: {CUT}"),
     ({"gradient_accumulation_steps": 4}, f"gradient_accumulation_steps = 4: {CUT}"),
     ({"train_batch_size": 65}, f"train_batch_size = 65: {CUT}"),
+    (
+        {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": 65},
+        r"train_batch_size = 65: this run has \d+ ranks",  # the ds_config.json of a run on 65 ranks
+    ),
     # other integrations fill these; DeepSpeed itself would fail on the text much later
     (
         {"zero_optimization": {"reduce_bucket_size": "auto"}},

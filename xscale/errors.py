@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -159,6 +160,19 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def flush_output() -> None:
+    """Write what print has buffered. Raises OSError, which a normal exit would only print."""
+    if sys.stdout:  # None if the command was started with a closed standard output
+        sys.stdout.flush()
+
+
+def reader_has_ended() -> bool:
+    """Return whether no process reads the standard output any more, as in `xscale data inspect DIR | head`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
 def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:
     """Run `main`, and end this process with the code that it returns, or with 1 and a traceback if it raises.
 
@@ -169,11 +183,12 @@ def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:
     failed = ""
     try:
         code = main()
-    except BrokenPipeError:
-        code = READER_ENDED
-    except Exception:
-        code = 1
-        failed = redact(traceback.format_exc())
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and reader_has_ended():
+            code = READER_ENDED
+        else:
+            code = 1
+            failed = redact(traceback.format_exc())
     try:  # the streams may be closed, or on a full disk
         sys.stderr.write(failed)
         sys.stdout.flush()

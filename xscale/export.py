@@ -21,7 +21,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
 from xscale.data.tokenizer import transformers_tokenizer
-from xscale.errors import UserError, check_arguments, print_error_or_reraise, run_and_exit
+from xscale.errors import UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
     SentenceVectors,
@@ -72,6 +72,7 @@ def main() -> int:
         if args.push:
             push_to_hub(args.out, args.push)
             print(f"uploaded {args.out} to {args.push}")
+        flush_output()
     except (UserError, OSError) as error:
         return print_error_or_reraise(error)
     return 0

@@ -150,6 +150,7 @@ class Grid:
         fields |= {"model.init": str(init)} if init else {}
         fields |= self.grid.get("fields", {})
         fields |= {key: value for key, value in arm.items() if "." in key}
+        recipe.get("train", {}).pop("epochs", None)  # the scale says how many steps a cell has
         for key, value in fields.items():
             set_field(recipe, key, value)
         recipe["streams"] = {name: stream for name, stream in recipe["streams"].items() if stream}

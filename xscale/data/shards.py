@@ -527,8 +527,9 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
             remote = open_remote(location, cache_folder(cache))
             sources.append(Source(remote.folder, remote))
             continue
+        check_link_is_not_broken(location)
         if not location.exists():
-            raise UserError(f"--data {location} does not exist. Correct the path")
+            raise UserError(f"{location} does not exist. Correct the path")
         folders = list_source_folders(location)
         check_folders_beside_sources(location, folders)
         if not folders:

@@ -17,7 +17,7 @@ from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
-from xscale.errors import ExitCode, UserError, check_arguments, print_error_or_reraise, run_and_exit
+from xscale.errors import ExitCode, UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
@@ -117,7 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
         rows = plan_rows(args)
-        return evaluate_rows(ExportedModel(args.model), rows, args.out)
+        code = evaluate_rows(ExportedModel(args.model), rows, args.out)
+        flush_output()
+        return code
     except (UserError, OSError) as error:
         return print_error_or_reraise(error)
 

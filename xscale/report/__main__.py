@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, print_error_or_reraise, run_and_exit
+from xscale.errors import UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,9 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
         write_report(args.paths, args.out)
+        print(args.out)
+        flush_output()
     except (UserError, OSError) as error:
         return print_error_or_reraise(error)
-    print(args.out)
     return 0
 
 

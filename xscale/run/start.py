@@ -253,7 +253,7 @@ def warm_up_queues(
             note_progress(f"filling the queue of streams.{name}")
             if time.monotonic() >= next_report:
                 LOG.info(f"streams.{name}: the queue has {have:,} of {wanted:,} sentence vectors")
-                next_report += QUEUE_REPORT_SECONDS
+                next_report = time.monotonic() + QUEUE_REPORT_SECONDS
         if have < wanted:
             LOG.warning(
                 f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "

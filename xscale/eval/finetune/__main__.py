@@ -21,7 +21,15 @@ from typing import Any
 import transformers
 
 from xscale import files
-from xscale.errors import NotFinite, UserError, check_arguments, env_number, print_error_or_reraise, run_and_exit
+from xscale.errors import (
+    NotFinite,
+    UserError,
+    check_arguments,
+    env_number,
+    flush_output,
+    print_error_or_reraise,
+    run_and_exit,
+)
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import TASKS, AnyTask, read_examples
@@ -214,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         transformers.logging.set_verbosity_error()
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         measure_transfer(args)
+        flush_output()
         return 0
     except (UserError, NotFinite) as error:
         if env_number("LOCAL_RANK", 0) == 0:
