@@ -39,37 +39,38 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. To set `init` to a model that xscale has not trained, you must also set train.lr by --set. model: the
-    weights of a pre-trained model, so you must set `init`. any: random weights or a pre-trained model."""
+    weights. To set `init` to a model that xscale has not trained, you must then also set train.lr by --set. model: the
+    weights of a pre-trained model, so you must set `init`. any: either kind."""
     init: str | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
-    hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture `preset`."""
+    hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture that `preset`
+    names."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of the encoder if `init` is null (random weights)."""
     tokenizer: str | None = None
     """A directory with a Hugging Face tokenizer. If the model `init` has a tokenizer, the directory must have the same
     tokenizer. null: the tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or
-    in the parent of this directory."""
+    in its parent."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
     """The dropout probability of hidden states and attention. null: the dropout of the model `init`; without `init`,
     0.1."""
     attention_gain: PositiveFloat | None = None
-    """The gain g of attention layers with random weights: the weights of the value and output projections have the
-    standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in the preset
-    tiny, this is g = 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than with
-    null. So contrastive losses begin to fall earlier than with null, and other losses somewhat later."""
+    """The gain g of attention layers that start from random weights: the weights of their value and output projections
+    have the standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in the
+    preset tiny, this is g = 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than
+    with null. So contrastive losses begin to fall earlier, and other losses somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective, such as mlm or tlm. An objective of another Python package is written MODULE:NAME."""
+    """The name of the objective, such as mlm or tlm. An objective of another Python package is written MODULE:NAME (the
+    variable NAME of the module MODULE)."""
     samples: Annotated[int, Field(ge=0, le=MOST)]
     """The number of samples that all ranks together read in a step. In a stream of sentence pairs, a sample is one
     pair. In a stream of monolingual text, a sample has about data.max_length tokens: consecutive sentences of one
-    document, or several short documents. Each document of a sample forms a sequence. If a sample has more than
-    data.max_length tokens, the further tokens form another sequence. In a phase (part of a run), 0 pauses the
-    stream."""
+    document, or several short documents. Each document of a sample forms a sequence (one input of the encoder), or
+    several if it is too long for one. In a phase, 0 pauses the stream."""
     weight: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] = 1.0
     """The factor by which the stream's loss is multiplied in the total loss of a step."""
     warm_in: NotNegative = 0.0
@@ -77,7 +78,7 @@ class StreamConfig:
     `weight`. A number below 1 is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de or de-en, whose text and dictionaries the stream
-    reads. null: the languages in data.languages."""
+    reads. The list [en, de] also selects the pair en-de. null: the languages in data.languages."""
     options: Any = None
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
@@ -93,19 +94,20 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens in a sequence, including special tokens such as [CLS]."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What a stream does with pairs whose two sentences together have more than `max_length` tokens. drop: the stream
-    leaves these pairs out; truncate: the stream cuts these pairs to `max_length` tokens. The metric
-    `too_long/STREAM/en-de` is the share of the stream's en-de pairs that are too long."""
+    """What a stream does with pairs whose two sentences together have more than `max_length` tokens. drop: leave these
+    pairs out; truncate: cut these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of such
+    pairs among the en-de pairs that STREAM reads in a step."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
-    the second one has token type 1. false: both sentences have token type 0. Both sentences also have token type 0 if
-    the model or the tokenizer has only one token type, or if a stream has language embeddings."""
+    the second one has 1. false: both sentences have token type 0. Both sentences also have token type 0 if the model or
+    the tokenizer has only one token type. If a stream has language embeddings, its token types stand for languages, and
+    the other streams have token type 0."""
     first: Count | None = None
     """The maximum number of records of each language and of each language pair. The run reads the first records, in the
     order of the --data directories and of the shards in each directory. null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de, that a stream reads if it has no field `languages`
-    of its own. null: all languages."""
+    of its own. null: all languages and pairs."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """The exponent alpha of sampling. A stream samples each of its languages, or language pairs, with a probability
     proportional to n^alpha, where n is the size of the text in this language or pair."""
@@ -119,14 +121,15 @@ class DataConfig:
     """The folder on each machine to which xscale copies the shards that --data names by URL. null: ~/.cache/xscale."""
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """A list of dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is empty,
-    xscale reads the files `lexicon/*.txt` in the first --data directory or in the parent of this directory. A stream
-    whose objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is
-    used only for the metric `alignment/...`."""
+    """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is
+    empty, xscale reads the files `lexicon/*.txt` in the first --data directory or in its parent. A stream whose
+    objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is used only
+    for the metrics of `lexicon_heldout`."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's entries that are withheld from all objectives. A hash of the words chooses these
-    entries. The metric `alignment/en-de` covers the words that occur only in withheld entries, and
-    `alignment_trained/en-de` covers all other words. With the share 0, a run has no metric `alignment/en-de`."""
+    entries. The metric `alignment/en-de` scores the words that occur only in withheld entries, and
+    `alignment_trained/en-de` scores all other words. The score is the share of words whose nearest neighbour among the
+    other language's token embeddings is their translation. With the value 0, a run has no metric `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -135,15 +138,15 @@ class TrainConfig:
     """The number of steps (updates of the optimizer) of the run."""
     epochs: PositiveFloat | None = None
     """The length of the run, in place of `steps`: the run ends when the recipe's first stream of sentence pairs has
-    read `epochs` times as many pairs as the stream's data have. With data.alpha 1, the stream reads each pair `epochs`
-    times. null: `steps` is the length of the run."""
+    read `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads each sentence pair about
+    `epochs` times. With a lower data.alpha, it reads the sentence pairs of small language pairs more often than those
+    of large ones. null: the length is `steps`."""
     lr: PositiveFloat = 3e-4
-    """The peak learning rate (of new heads: `head_lr`)."""
+    """The peak learning rate. New heads can have another one (`head_lr`)."""
     head_lr: PositiveFloat | None = None
-    """The peak learning rate of new heads. New heads are the layers that objectives add to the encoder and, unless the
-    model of model.init has a trained one, the masked-LM head (the layers that predict tokens). The learning rate of new
-    heads rises and falls in the same steps as that of the other weights. null: new heads have the learning rate `lr`,
-    too."""
+    """The peak learning rate of new heads: the layers that objectives add to the encoder. The masked-LM head (the
+    layers that predict tokens) is also new, unless model.init is a model with a trained one. The learning rate of new
+    heads rises and falls in the same steps as that of the other weights. null: the value of `lr`."""
     warmup: NotNegative = 0.1
     """The number of steps at the beginning of the run in which the learning rate rises linearly to `lr`. A number below
     1 is a share of `steps`."""
@@ -158,39 +161,39 @@ class TrainConfig:
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and the weights of normalisation layers have no weight decay."""
     max_grad_norm: NotNegative = 1.0
-    """The maximum global norm of the gradient: a larger gradient is scaled down to this norm. 0: no maximum."""
+    """The maximum norm of the gradient of all weights: a larger gradient is scaled down to this norm. 0: no maximum."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of a predicted token's target probability that is spread evenly over the whole vocabulary."""
+    """The share of each target's probability that is spread evenly over the whole vocabulary; the correct token has the
+    rest."""
     z_loss: NotNegative = 0.0
-    """The factor of a term that is added to the loss of each predicted token: logsumexp(logits)^2. PaLM used the factor
-    1e-4."""
+    """The factor of the term logsumexp(logits)^2, which is added to the loss of each predicted token. PaLM used the
+    factor 1e-4."""
     max_tokens: Count | None = None
     """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many tokens as the
     GPU's memory holds, up to 65,536; on a CPU, 8,192. With more tokens per pass, the run is faster; the losses change
     only through rounding and through dropout's random masks."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
-    has none. If the ds_config has `enabled: "auto"` for a 16-bit precision that the hardware does not support, the run
-    trains in fp32."""
+    has none. A 16-bit precision with `enabled: "auto"` counts only if the hardware supports it."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
-    as an uninterrupted run. The backward pass of attention is then slower than with false."""
+    as an uninterrupted run. But the backward pass of attention is slower than with false."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """The number of steps between two expensive measurements: of the gradient norm of each stream, which needs a second
-    backward pass, and of the metrics `alignment/...` of dictionaries. The run also measures in step 1. 0: the run never
-    measures."""
+    backward pass, and of the metrics `alignment/...` of dictionaries. The run also measures in step 1. With the value
+    0, the run never measures."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
-    exit code 75. The run always finishes at least one step. null: no limit."""
+    exit code 75. Each start of the run finishes at least one step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
-    """The number of minutes without progress after which the run ends with exit code 5, without the time in which the
-    process was suspended. null: no limit; but torch.distributed still ends a collective operation that takes 30
+    """The number of minutes without progress after which the run ends with exit code 5. Minutes in which the process
+    was suspended do not count. null: no limit; but torch.distributed still ends a collective operation that takes 30
     minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """The numbers of the steps in which the run reads its data but does not change the model, such as [500, 501]. The
-    first step of the run has the number 1."""
+    """The numbers of the steps, such as [500, 501], in which the run reads its data but does not change the model. The
+    run's first step is step 1."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -232,20 +235,19 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest checkpoints that the run keeps. The run also keeps its best checkpoint (field `best`)."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: a task of the section `eval`, a
-    row of the task's results, and the name of a score in this row. For example, heldout/tlm/loss is the loss of the
-    stream tlm in the task heldout. The lowest loss is best; of other scores, the highest is best. The run keeps the
-    best checkpoint, and writes the checkpoint's name to the file checkpoints/best. null: the run chooses no best
-    checkpoint."""
+    """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: the names of a task in
+    `eval.tasks`, of a row of the task's results, and of a score in this row. For example, heldout/tlm/loss is the loss
+    of the stream tlm in the task heldout. Of a loss, the lowest value is best; of other scores, the highest. The run
+    keeps the best checkpoint, and writes its name to the run's file checkpoints/best. null: no best checkpoint."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
-    """The kind of the task: heldout or retrieval. heldout measures the loss of each stream on the records in `data`, in
-    total and for each language or language pair. retrieval measures the share of the sentences in `data` whose nearest
-    neighbour among the sentences of the other language is their translation. A second task of the same kind needs a
-    suffix, such as heldout.test."""
+    """The kind of the task: heldout or retrieval. heldout measures the loss of each stream on the records in `data`,
+    for all records together and for each language or language pair. retrieval measures the share of the sentences in
+    `data` whose nearest neighbour among the sentences of the other language, by sentence vectors, is their translation.
+    A second task of the same kind needs a suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
