@@ -45,8 +45,8 @@ class AlignMlmOptions(mlm.MaskedOptions):
     """How the loss of dictionary entries (L_ALIGN) treats a word of several tokens. mean: the embedding of the word is
     the mean of the input embeddings of its tokens. single: the loss leaves out dictionary entries with such words."""
     pairs_per_step: Count | None = None
-    """The number of dictionary entries in the loss L_ALIGN of a step, sampled without replacement. null: each step uses
-    all entries."""
+    """The number of dictionary entries that each step samples for the loss L_ALIGN, without replacement. null: each
+    step uses all entries."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:

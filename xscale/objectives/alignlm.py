@@ -43,10 +43,10 @@ from xscale.recipe import STRICT, Fraction, LossFactor
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
+    """The probability that the objective chooses a token for prediction, as in mlm."""
     bilingual_weight: LossFactor = 1.0
-    """The factor of L_bp, the loss of predicting each masked token from its aligned words in the other sentence (lambda
-    in the paper)."""
+    """The factor of L_bp, the loss of the second prediction: of each masked token from the aligned words in the other
+    sentence (lambda in the paper)."""
     expand: Literal["all", "first"] = "all"
     """Which tokens of two aligned words count as aligned. all: each token of one word with each token of the other
     word. first: only the first tokens of the two words."""

@@ -43,8 +43,8 @@ class ContextualOptions:
     """The anchor language, whose hidden states stay near those of the initial encoder. Each pair must have a sentence
     in this language. null: in each pair, the first language is the anchor language."""
     anchor_weight: LossFactor = 1.0
-    """The factor of the loss R, the squared distance between the hidden states of the language `anchor` in the trained
-    encoder and in the initial encoder (lambda in the paper)."""
+    """The factor of the loss R, the squared distance between the trained encoder's and the initial encoder's hidden
+    states of the text in the language `anchor` (lambda in the paper)."""
 
 
 class FrozenInitialEncoder(AuxiliaryState):

@@ -48,8 +48,8 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Whether the translation of a chosen word is the input or the label. input: the model sees the translation and
     predicts the word. label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Of the chosen words that have a dictionary translation with the same number of tokens, the share for which the
-    objective uses the translation."""
+    """The probability that the objective uses a translation of a chosen word, if the dictionary has one with the same
+    number of tokens as the word. The other chosen words are treated as in MLM."""
 
 
 _USE = rng.key("dict_mlm", "use")

@@ -25,13 +25,14 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
+    """The probability that the objective chooses a token, other than special tokens such as [CLS], for prediction. Of
+    the chosen tokens, 80 % become [MASK], and 10 % become random tokens."""
     whole_word: bool = False
     """true: the objective chooses whole words, and the model predicts all their tokens. false: the objective chooses
     single tokens."""
     language_embeddings: bool = False
     """true: the model adds an embedding of the text's language to the embedding of each token, as in XLM. The language
-    embeddings are rows of the model's token-type table. If the model of `model.init` has language embeddings, the run
+    embeddings are rows of the model's token-type table. If the model `model.init` has language embeddings, the run
     starts from these embeddings."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     """With `language_embeddings: true`: the share of the sequences that get a neutral embedding (token type 0) in place

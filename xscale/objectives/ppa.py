@@ -71,15 +71,15 @@ class PpaOptions:
     trained encoder, each weight k of the key encoder becomes m * k + (1 - m) * w, where w is the same weight of the
     trained encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The momentum of the key encoder at the end of the run, at least `momentum`. The momentum rises from `momentum` to
-    this value along half a cosine, as in BYOL (Grill et al. 2020). null: the momentum stays constant."""
+    """The key encoder's momentum at the end of the run, not below `momentum`. During the run, the momentum rises from
+    `momentum` to this value along half a cosine, as in BYOL (Grill et al. 2020). null: the momentum stays constant."""
     projection: Count = 300
     """The number of dimensions of z, the projected sentence vector that the contrastive loss compares."""
     normalize_z: bool = True
     """true: z (the projected sentence vector) is L2-normalised, as in MoCo."""
     prefill: bool = True
-    """true: the run fills the queue of sentence vectors before the first step. false: the queue fills during
-    training."""
+    """true: before the first step, the run fills the queue with sentence vectors of the initial encoder. false: the
+    queue is empty at first, and fills during training."""
     momentum_eval: bool = False
     """true: the key encoder (a moving average of the trained encoder) runs without dropout."""
     moco_weight: LossFactor = 1.0
@@ -92,7 +92,7 @@ class PpaOptions:
     """true: the objective masks and encodes the two sentences of a pair separately, so that L_TLM becomes an MLM loss
     (the row "repl TLM w/ MLM" in Table 5 of the paper)."""
     mask_prob: Fraction = 0.15
-    """The share of a text's tokens, without special tokens such as [CLS], that the objective chooses for prediction."""
+    """The probability that the objective chooses a token for prediction, as in mlm."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:

@@ -17,7 +17,7 @@ from xscale.recipe import STRICT
 class TlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"shuffle_sides"}
     reset_positions: bool = False
-    """true: the positions start again at 0 in the second sentence of a pair, as in XLM."""
+    """true: the position numbers of the tokens start again at 0 in the second sentence of a pair, as in XLM."""
     shuffle_sides: bool = False
     """true: the two sentences of a pair are swapped with probability 1/2, as in PPA."""
 

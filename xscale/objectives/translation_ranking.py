@@ -29,8 +29,8 @@ class TranslationRankingOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the softmax over the sentences of the step."""
     margin: NotNegative = 0.3
-    """The margin m: the cosine of a sentence and its translation should exceed the cosine of the sentence and any other
-    sentence by at least m."""
+    """The margin m: the cosine of a sentence and its translation should exceed, by at least m, the cosine of the
+    sentence and the translation of any other sentence of the step."""
     pooling: Literal["cls", "mean"] = "mean"
     """Which vector stands for a sentence. mean: the mean of the hidden states of all tokens except special tokens. cls:
     the hidden state of [CLS]."""
