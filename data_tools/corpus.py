@@ -212,8 +212,8 @@ class SourceSpec(Strict):
             )
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
             raise ValueError(
-                "columns and links: a source with `tsv` needs numbers of columns, counted from 1, such as "
-                "columns: [1, 2] and, for a column of word alignments, links: 3"
+                "columns and links: in a source with `tsv`, columns are numbers, counted from 1. Write for example "
+                "columns: [1, 2]; if column 3 has word alignments, also write links: 3"
             )
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(

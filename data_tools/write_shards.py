@@ -88,7 +88,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--max_tokens",
             type=int,
-            help="leave out sentences and pairs with more tokens than this number, including special tokens",
+            help="leave out sentences with more tokens than this number, and pairs whose two sentences together have "
+            "more; special tokens count",
         )
     return parser.parse_args(argv)
 

@@ -257,7 +257,10 @@ MONO = {"mono": "de", "text": "a"}
             ["align is {'links': 'c'}, and must be true or false"],
         ),
         ({"sources": [MONO | {"tmx": "b"}]}, ["must have exactly one of the keys text, tsv", "and has text, tmx"]),
-        ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]}, ["`tsv` needs numbers of columns"]),
+        (
+            {"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]},
+            ["in a source with `tsv`, columns are numbers"],
+        ),
         ({"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [1, 1]}]}, ["list the same column twice"]),
         (
             {"sources": [{"pairs": ["en", "de"], "tmx": "a", "columns": ["a", "b"]}]},

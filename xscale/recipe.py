@@ -235,7 +235,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest checkpoints that the run keeps. The run also keeps its best checkpoint (field `best`)."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """The score by which the run chooses its best checkpoint, written TASK/ROW/NUMBER: the names of a task in
+    """The score by which the run chooses its best checkpoint, written TASK/ROW/METRIC: the names of a task in
     `eval.tasks`, of a row of the task's results, and of a score in this row. For example, heldout/tlm/loss is the loss
     of the stream tlm in the task heldout. Of a loss, the lowest value is best; of other scores, the highest. The run
     keeps the best checkpoint, and writes its name to the run's file checkpoints/best. null: no best checkpoint."""
@@ -543,7 +543,7 @@ def build_recipe_without_phases(
     if best and best.partition("/")[0] not in tasks:
         problems.append(
             f"checkpoint.best: {best} does not begin with the name of a task in eval.tasks (names: "
-            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/NUMBER, such as heldout/mlm/loss"
+            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/METRIC, such as heldout/mlm/loss"
         )
     return recipe
 

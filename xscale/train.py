@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="write the keys of the records that each step reads to the folder trace/ of the run",
+        help="write which records each step reads (their keys) to files in the run's folder trace/",
     )
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):

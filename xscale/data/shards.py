@@ -235,7 +235,7 @@ class Source:
             file = self._open_file(idx_name)
             if file.entries_have_checksum(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
-            problem = "does not have the checksum in the index.json that the run read at its start"
+            problem = "does not match its checksum in the index.json that the run read at its start"
         remedy = f"copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
             remedy = f"remove {self.directory}; the next start downloads the shards again"

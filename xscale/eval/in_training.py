@@ -226,13 +226,13 @@ TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutT
 
 
 def check_metric_is_measured(results: dict[str, Results], metric_path: str) -> None:
-    """Raise UserError if a task was measured and lacks the number of checkpoint.best. metric_path:
+    """Raise UserError if a task was measured and lacks the metric of checkpoint.best. metric_path:
     TASK/ROW/METRIC."""
     task, row, name = metric_path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         raise UserError(
             f"checkpoint.best: the evaluation does not measure {metric_path}. The task {task} has the rows "
-            f"{', '.join(results[task])}. Numbers in the row {row}: "
+            f"{', '.join(results[task])}. Metrics of the row {row}: "
             f"{', '.join(results[task].get(row, {})) or 'none, because the task does not have this row'}. Write "
-            "TASK/ROW/NUMBER with a row of the task and a number of this row"
+            "TASK/ROW/METRIC with a row of the task and a metric of this row"
         )

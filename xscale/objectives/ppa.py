@@ -138,7 +138,8 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
         f"momentum: with {options.momentum}, the weights of the momentum encoder are a mean of the trained weights "
         f"over about {follows:,.0f} steps, so in a run of {steps:,} steps the momentum encoder stays near the initial "
         f"weights. Train for {3 * follows:,.0f} steps or more, or set a smaller momentum. Do not set a momentum below "
-        "0.95: the encoder may then learn the age of the vectors in PPA's queue instead of the meaning of sentences"
+        "0.95: the momentum encoder then changes so fast that the encoder may learn to tell old vectors in PPA's queue "
+        "from new ones, instead of the meaning of sentences"
     ]
 
 

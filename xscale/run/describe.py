@@ -65,8 +65,9 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
     if init is None or recipe.train.lr <= HOT or xscale_field_of_init(resolve_model_init(init)):
         return []
     return [
-        f"warning: train.lr {recipe.train.lr:g} is a learning rate for random weights, and would harm the "
-        f"pre-trained model.init {init}. Set train.lr=5e-5, and model.dropout=null (the dropout of model.init)"
+        f"warning: train.lr {recipe.train.lr:g} suits a model that starts from random weights, and would "
+        f"harm the pre-trained model.init {init}. Set train.lr=5e-5. Also set model.dropout=null, which keeps the "
+        "dropout of model.init"
     ]
 
 

@@ -48,7 +48,7 @@ class Validation:
         """Step -> the number that checkpoint.best names, where it is finite, and negative if lower numbers are better.
         On rank 0 only."""
         self.best = recipe.checkpoint.best or ""
-        """The path TASK/ROW/NUMBER of the number by which the best checkpoint is chosen, or an empty string."""
+        """The path TASK/ROW/METRIC of the number by which the best checkpoint is chosen, or an empty string."""
         if self.best and path:
             for _, entry in files.entries_from_end(path):
                 self.record_selection_metric(entry["step"], entry.get("results") or {})
