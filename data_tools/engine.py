@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,10 @@ class TaskList:
     numbers: list[int]
 
 
-@contextmanager
-def replacement_file(path: Path) -> Iterator[Path]:
-    """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may replace the
-    same `path` at the same time."""
-    own_path = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
-    try:
-        with files.atomic_write(own_path) as partial:
-            yield partial
-        os.replace(own_path, path)
-    except OSError as error:
-        files.remove(own_path)
-        if error.filename == str(own_path):
-            error.filename = str(path)
-        raise
+def replacement_file(path: Path) -> AbstractContextManager[Path]:
+    """Return a context with a new path to write to. The file that is written there then replaces `path`. Two processes
+    may replace the same `path` at the same time."""
+    return files.atomic_write(path, writer=uuid.uuid4().hex)
 
 
 @contextmanager

@@ -96,10 +96,13 @@ def map_in_threads(function: Callable[..., Value], *items: Sequence[Any]) -> lis
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield a temporary path. The file or directory that is written there then replaces `path` (an existing directory
-    only if it is empty), unless an exception is raised."""
+    only if it is empty), unless an exception is raised. writer: a name that no other process has, if several processes
+    may write `path` at the same time; it becomes a part of the temporary path."""
     partial = partial_path(path)
+    if writer:
+        partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
     remove(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
