@@ -382,7 +382,7 @@ def test_an_error_that_cannot_be_printed_keeps_its_code(tmp_path: Path, monkeypa
 
 
 def test_a_launcher_that_is_killed_while_its_rank_imports_is_known(tmp_path: Path) -> None:
-    """By then the rank has another parent process. StopRequest asks whether the known launchers are alive."""
+    """After the kill, the rank has another parent process, so StopRequest asks the launchers that were found before."""
     (tmp_path / "rank.py").write_text(
         "import os, time\nfrom xscale.errors import find_launchers\nparent = os.getppid()\nfind_launchers()\n"
         "print('found', flush=True)\nwhile os.getppid() == parent:\n    time.sleep(0.01)\n"

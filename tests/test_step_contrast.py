@@ -122,7 +122,7 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_only_row_of_a_step_has_one_forward_pass(demo: Path, recipe: str) -> None:
-    """With dropout, it has the same bits as with vectors that were computed before, as for several rows."""
+    """A step with one row computes no vectors beforehand. Its bits are those of a step that does, with dropout, too."""
     loader = resolve_run(demo, recipe, MORE_SAMPLES[recipe], "model.dropout=0.1")
     module = make_module(loader)
     ((rows,),) = rows_of_step(loader, 1)
