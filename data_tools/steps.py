@@ -138,6 +138,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Replace a text file by these lines. The file is not compressed, whatever its suffix is."""
     with replacement_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
         for line in lines:
             file.write(line + "\n")

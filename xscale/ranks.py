@@ -243,9 +243,10 @@ def join_process_group(process: Process) -> None:
 
 def set_deterministic(wanted: bool) -> None:
     """If `wanted`, let torch use only deterministic algorithms, and raise an error for operators that have none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without this, torch refuses cuBLAS
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without this, torch refuses cuBLAS
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class CpuGroup:

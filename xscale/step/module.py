@@ -141,7 +141,7 @@ class StepModule(nn.Module):
         """Return the losses that the stream's objective computes for a row. states: the row's states of the stream."""
         objective = OBJECTIVES[self.streams[stream].objective]
         if objective.vectors:
-            states = states | vectors_of_step(states, self.compute_vectors(stream, states, row))
+            states = states | insert_own_vectors(states, self.compute_vectors(stream, states, row))
         with self.naming_errors(stream, "loss"):
             options = self.streams[stream].options
             losses = objective.loss(self.objective_parts(stream), states, row.arrays[stream], options)
@@ -238,7 +238,7 @@ def encoder_states_by_stream(encoder: Encoder, row: Row) -> States:
     return states
 
 
-def vectors_of_step(states: dict[str, Tensor], own_vectors_ND: Tensor) -> dict[str, Tensor]:
+def insert_own_vectors(states: dict[str, Tensor], own_vectors_ND: Tensor) -> dict[str, Tensor]:
     """Return "step", the vectors of the whole step, and "own", the indices of the row's own vectors in it. Only these
     have a gradient. states: the row's states of the stream. The only row of a step has no precomputed vectors."""
     if "step" not in states:
