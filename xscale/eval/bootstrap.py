@@ -148,7 +148,8 @@ def accuracy(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) 
 
 
 def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
-    """Return F1, precision and recall, each a Score with an interval. counts_S3: each sentence's numbers of right, predicted and gold entities."""
+    """Return F1, precision and recall, each a Score with an interval. counts_S3: each sentence's numbers of right,
+    predicted and gold entities."""
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, predicted, gold = np.moveaxis(sums, -1, 0)
