@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, shuffle_and_pack_text
+from xscale.data.order import shuffle_and_pack_text
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -19,7 +20,19 @@ counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 windows = st.integers(1, 120)
 
 
-def locate(order: EpochOrder, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def empty_records(shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The lengths of records of no bytes, and that none goes on a document."""
+    count = sum(map(len, records))  # type: ignore[arg-type]
+    return np.zeros(count, dtype=int), np.zeros(count, dtype=bool)
+
+
+def make_order(
+    counts: np.ndarray, seed: np.uint64, epoch: int, window: int = order_module.WINDOW_RECORDS, **further: Any
+) -> order_module.EpochOrder:
+    return order_module.EpochOrder(counts, seed, epoch, window=window, **{"read_lengths": empty_records} | further)
+
+
+def locate(order: order_module.EpochOrder, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """Shard and number of the records of positions start..stop-1, at which samples begin and end."""
     found = []
     while start < stop:
@@ -32,7 +45,7 @@ def locate(order: EpochOrder, start: int, stop: int) -> tuple[np.ndarray, np.nda
 
 def places(counts: list[int], seed: np.uint64 = SEED, epoch: int = 0, window: int = 100) -> list[tuple[int, int]]:
     """The whole epoch, read at once."""
-    order = EpochOrder(np.array(counts), seed, epoch, window)
+    order = make_order(np.array(counts), seed, epoch, window)
     return list(zip(*(array.tolist() for array in locate(order, 0, sum(counts))), strict=True))
 
 
@@ -92,9 +105,9 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=6))})
     pieces = list(pairwise(cuts))
     whole = places(counts, window=window)
-    one = EpochOrder(np.array(counts), SEED, 0, window)
+    one = make_order(np.array(counts), SEED, 0, window)
     for start, stop in data.draw(st.permutations(pieces)):
-        for order in (one, EpochOrder(np.array(counts), SEED, 0, window)):
+        for order in (one, make_order(np.array(counts), SEED, 0, window)):
             shard, record = locate(order, start, stop)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[start:stop]
 
@@ -102,7 +115,7 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
 @settings(max_examples=60, deadline=None)
 @given(counts_of_shards, windows, st.integers(0, 50))
 def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) -> None:
-    order = EpochOrder(np.array(counts), SEED, epoch, window)
+    order = make_order(np.array(counts), SEED, epoch, window)
     whole = places(counts, epoch=epoch, window=window)
     window_of = [order.window_at(position) for position in range(len(whole))]
     windows_of = {shard: {window_of[i] for i, (s, _) in enumerate(whole) if s == shard} for shard in range(len(counts))}
@@ -116,7 +129,7 @@ def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) 
 
 def test_a_window_has_no_more_shards_than_stay_open() -> None:
     """Many tiny shards: windows shrink rather than open a shard twice."""
-    order = EpochOrder(np.full(5000, 10), SEED, 0)
+    order = make_order(np.full(5000, 10), SEED, 0)
     shards, _ = locate(order, 0, 50_000)
     for window in range(5000 // 256 + 1):
         of_window = {shard for i, shard in enumerate(shards.tolist()) if order.window_at(i) == window}
@@ -125,7 +138,7 @@ def test_a_window_has_no_more_shards_than_stay_open() -> None:
 
 def test_every_window_is_a_cross_section() -> None:
     """A source sorted by topic: each window holds its share of each tenth of the source."""
-    order = EpochOrder(np.full(200, 50), SEED, 0, window=1000)
+    order = make_order(np.full(200, 50), SEED, 0, window=1000)
     shards, _ = locate(order, 0, 10_000)
     for start in range(0, 10_000, 1000):
         tenths = Counter((shards[start : start + 1000] // 20).tolist())
@@ -166,7 +179,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     """Every record once; pieces of documents stay whole; windows tile the epoch as they do for pairs; samples are whole
     pieces that fit, the same from any sample's start on, however many are asked for."""
     tokens, on, sizes = documents(counts, together, room)
-    order = EpochOrder(np.array(counts), SEED, epoch, window, **sizes)
+    order = make_order(np.array(counts), SEED, epoch, window, **sizes)
     whole = list(zip(*(array.tolist() for array in locate(order, 0, order.size)), strict=True))
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     pieces = {
@@ -178,7 +191,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     found = [pieces[place] for place in whole if place in pieces]
     assert [place for piece in found for place in piece] == whole, "a piece is torn"
     assert [order.window_at(p) for p in range(order.size)] == [
-        EpochOrder(np.array(counts), SEED, epoch, window).window_at(p) for p in range(order.size)
+        make_order(np.array(counts), SEED, epoch, window).window_at(p) for p in range(order.size)
     ]
     ends = [0]
     while ends[-1] < order.size:
@@ -192,7 +205,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
         light[order.window_at(start)] += 2 * sum(of_sample) <= room
     assert max(light.values()) <= 1, "two samples of a window would fit into one"
     for i, start in enumerate(ends[:-1]):
-        got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take_samples(start, 3)[0].tolist()
+        got = make_order(np.array(counts), SEED, epoch, window, **sizes).take_samples(start, 3)[0].tolist()
         assert got == ends[i + 1 : i + 1 + len(got)] and 1 <= len(got) <= 3
 
 
@@ -209,7 +222,7 @@ def test_samples_are_full(sentences: int) -> None:
 def test_a_long_document_comes_in_many_pieces() -> None:
     """All over its window, and no two in their old order more often than chance says."""
     _, _, sizes = documents([5000], together=1.0, room=100)
-    order = EpochOrder(np.array([5000]), SEED, 0, **sizes)
+    order = make_order(np.array([5000]), SEED, 0, **sizes)
     _, record = locate(order, 0, 5000)
     breaks = np.flatnonzero(np.diff(record) != 1)
     assert 5000 / 8 < len(breaks) < 5000 / 4 and (np.diff(record)[breaks] < 0).mean() == pytest.approx(0.5, abs=0.1)
@@ -230,11 +243,11 @@ def test_pairs_come_in_the_same_order_in_parts(small_parts: None, counts: list[i
     """Also their lengths, and however the epoch is read."""
     bytes_of, _, looks = documents(counts)
     whole = places(counts, epoch=epoch)
-    one = EpochOrder(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
+    one = make_order(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
     at = 0
     while at < len(whole):
         end = int(one.take_samples(at, 7)[0][-1])
-        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
+        fresh = make_order(np.array(counts), SEED, epoch, 100, read_lengths=looks["read_lengths"], sources=sources)
         for order in (one, fresh):
             shard, record = locate(order, at, end)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[at:end]
@@ -248,7 +261,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
     """Every record once. A part is a stretch of each of its window's shards, its samples are whole and fit, and a
     resume at any of them goes on."""
     tokens, _, looks = documents(counts, together)
-    order = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
+    order = make_order(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
     whole = list(zip(*(array.tolist() for array in locate(order, 0, order.size)), strict=True))
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     at = 0
@@ -266,7 +279,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
         for end in order.take_samples(at, n)[0].tolist():
             sizes = [int(tokens[s][r]) for s, r in whole[start:end]]
             assert sum(sizes) <= 50 or all(b == (a[0], a[1] + 1) for a, b in pairwise(whole[start:end]))
-            fresh = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
+            fresh = make_order(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
             assert fresh.take_samples(start, 1)[0].tolist() == [end]
             start = end
         at += n
@@ -276,7 +289,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
 def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
     """Text that is sorted by topic: each part has as much of each tenth of the window."""
     _, _, looks = documents([40] * 20)
-    order = EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=2)
+    order = make_order(np.full(20, 40), SEED, 0, 10_000, **looks, sources=2)
     assert order.part_count(0) == 25
     at = 0
     while at < 800:
@@ -284,4 +297,4 @@ def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
         held = Counter(order.take_samples(at, 800)[1].tolist())
         assert len(held) == 20 and set(held.values()) <= {1, 2}
         at += len(part.ordinals)
-    assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).part_count(0) == 12
+    assert make_order(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).part_count(0) == 12

@@ -217,12 +217,12 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
     rooms = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
     for room in rooms:
         looks = sizes | {"rooms": (*before, (sum(counts), room))}
-        order = EpochOrder(np.array(counts), SEED, 0, 50, **looks)
+        order = EpochOrder(np.array(counts), SEED, 0, window=50, **looks)
         stop = order.size if room is rooms[-1] else data.draw(st.integers(ends[-1], order.size))
         fresh = True
         while ends[-1] < stop:
             if data.draw(st.booleans()):  # a resume
-                order = EpochOrder(np.array(counts), SEED, 0, 50, **looks)
+                order = EpochOrder(np.array(counts), SEED, 0, window=50, **looks)
             found, shards, records, _ = order.take_samples(ends[-1], 1 if fresh else 3)
             first = 0
             for end in found.tolist():

@@ -25,9 +25,9 @@ from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import planner, shards
 from xscale.data.loader import start_batch_workers, worker_count
 from xscale.data.mixture import Plan, initial_state
-from xscale.data.planner import Failure, Node, start_planner
+from xscale.data.planner import Failure, Node, gather_ranks_of_node, start_planner
 from xscale.errors import MachineError, RankError, UserError
-from xscale.ranks import Process
+from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.run_status import MACHINE, USER_ERROR, exit_code_and_message
 
@@ -41,7 +41,11 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    plans = start_planner(run, steps) if workers else (run.next_plan_of_rank() for _ in range(steps))
+    plans = (
+        start_planner(run, steps, gather_ranks_of_node(CpuGroup(alone=True)))
+        if workers
+        else (run.next_plan_of_rank() for _ in range(steps))
+    )
     return start_batch_workers(plans, dataset, workers)
 
 
@@ -74,7 +78,7 @@ def of_node(steps: int, **how: Any) -> list[Iterator[Any]]:
     listener.bind("")
     listener.listen()
     ranks, name = [0, 1, 3], listener.getsockname()
-    places = [Node(ranks, name, listener), Node(ranks, name, None), Node(ranks, name, None)]
+    places = [Node(3, name, listener), Node(3, name, None), Node(3, name, None)]
     runs = [mixture(rank, 4, 100, **how) for rank in ranks]
     return [start_planner(run, steps, node) for run, node in zip(runs, places, strict=True)]
 
@@ -236,7 +240,7 @@ def test_a_planner_that_is_killed_before_the_ranks_connect_is_missed(monkeypatch
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")
     listener.listen()
-    nodes = {0: Node([0, 1], listener.getsockname(), listener), 1: Node([0, 1], listener.getsockname(), None)}
+    nodes = {0: Node(2, listener.getsockname(), listener), 1: Node(2, listener.getsockname(), None)}
     for rank, node in nodes.items():
         with pytest.raises(RuntimeError, match="plans the steps") as raised:
             start_planner(mixture(rank, 2, 100), 9, node)

@@ -350,7 +350,7 @@ class Loader:
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_plan_of_rank() for _ in range(steps))
-        return start_planner(mixture, steps, gather_ranks_of_node(cpu_group) if cpu_group else None)
+        return start_planner(mixture, steps, gather_ranks_of_node(cpu_group or CpuGroup(alone=True)))
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""

@@ -46,7 +46,7 @@ class OrderedSamples(NamedTuple):
     records: np.ndarray
     """Number of each record in its shard [n]."""
     lengths: np.ndarray
-    """Bytes of each record [n]; empty if EpochOrder has no `read_lengths`."""
+    """Bytes of each record [n]."""
 
 
 class WindowPart(NamedTuple):
@@ -57,7 +57,7 @@ class WindowPart(NamedTuple):
     ordinals: np.ndarray
     """Number of each record in the window, whose shards follow one another [n]."""
     lengths: np.ndarray
-    """Bytes of each record [n]; empty if EpochOrder has no `read_lengths`."""
+    """Bytes of each record [n]."""
     sample_ends: np.ndarray
     """Number of the part's records up to the end of each sample [samples]; empty for single records."""
 
@@ -73,8 +73,8 @@ class EpochOrder:
         counts: np.ndarray,
         seed: np.uint64,
         epoch: int,
+        read_lengths: ReadLengths,
         window: int = WINDOW_RECORDS,
-        read_lengths: ReadLengths | None = None,
         estimate: Callable[[np.ndarray], np.ndarray] | None = None,
         rooms: Sequence[tuple[int, int]] = (),
         sources: int = 1,
@@ -157,19 +157,19 @@ class EpochOrder:
             part = rng.part_of_permutation(key, self._leading[1], bits, position - window_start)
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
-        lengths = NO_NUMBERS
-        if self.read_lengths:
-            ends = np.cumsum(self.counts[shards])
-            by_shard = np.split(part.ascending, np.searchsorted(part.ascending, ends[:-1]))
-            chosen = list[slice | np.ndarray]()
-            for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
-                chosen.append(shard_ordinals - shard_start)
-            lengths = self.read_lengths(shards.tolist(), chosen)[0][part.order]
-        return make_compact_window_part(window_start + part.first, part.ascending[part.order], lengths, NO_NUMBERS)
+        ends = np.cumsum(self.counts[shards])
+        by_shard = np.split(part.ascending, np.searchsorted(part.ascending, ends[:-1]))
+        chosen = list[slice | np.ndarray]()
+        for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
+            chosen.append(shard_ordinals - shard_start)
+        lengths, _ = self.read_lengths(shards.tolist(), chosen)
+        lengths = lengths[part.order]
+        ordinals = part.ascending[part.order].astype(np.uint32)
+        return WindowPart(window_start + part.first, ordinals, lengths.astype(np.uint32), NO_NUMBERS)
 
     def _make_part_of_running_text(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""
-        assert self.estimate and self.read_lengths
+        assert self.estimate
         window = self.window_at(position)
         window_start = self.window_starts[window]
         parts = self.part_count(window)
@@ -190,16 +190,8 @@ class EpochOrder:
         tokens = np.rint(self.estimate(lengths)).astype(np.int64)
         order, sample_ends = shuffle_and_pack_text_with_room_changes(tokens, follows, self.rooms, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
-        return make_compact_window_part(begin, order + skipped[order], lengths[order], sample_ends)
-
-
-def make_compact_window_part(
-    first_position: int, ordinals: np.ndarray, lengths: np.ndarray, sample_ends: np.ndarray
-) -> WindowPart:
-    """Return the part, with its arrays converted to 32 bits. The arguments are the fields of WindowPart."""
-    return WindowPart(
-        first_position, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32)
-    )
+        ordinals = (order + skipped[order]).astype(np.uint32)
+        return WindowPart(begin, ordinals, lengths[order].astype(np.uint32), sample_ends.astype(np.uint32))
 
 
 def shuffle_and_pack_text_with_room_changes(

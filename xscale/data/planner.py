@@ -49,7 +49,7 @@ def reportable_failure(error: UserError | OSError, where: str = "") -> Failure:
 class Node(NamedTuple):
     """The ranks of one node. One planner makes the plans of all these ranks. The first of the ranks starts it."""
 
-    ranks: list[int]
+    rank_count: int
     address: bytes
     """The name of the planner's socket. It is an abstract socket of Linux, which leaves no file when processes are
     killed."""
@@ -57,8 +57,8 @@ class Node(NamedTuple):
     """The listening socket; None on all ranks of the node but the first."""
 
 
-def gather_ranks_of_node(cpu_group: CpuGroup) -> Node | None:
-    """Return this rank's node, or None if the rank is alone on its node. All ranks of the run call it together."""
+def gather_ranks_of_node(cpu_group: CpuGroup) -> Node:
+    """Return this rank's node. All ranks of `cpu_group` call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
     listener.listen()
@@ -69,38 +69,31 @@ def gather_ranks_of_node(cpu_group: CpuGroup) -> Node | None:
         if host_of_rank == host:
             ranks.append(rank)
             addresses.append(address)
-    if len(ranks) > 1 and cpu_group.rank == ranks[0]:
-        return Node(ranks, addresses[0], listener)
+    if cpu_group.rank == ranks[0]:
+        return Node(len(ranks), addresses[0], listener)
     listener.close()
-    return Node(ranks, addresses[0], None) if len(ranks) > 1 else None
+    return Node(len(ranks), addresses[0], None)
 
 
-def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
+def start_planner(mixture: Mixture, steps: int, node: Node) -> Plans:
     """Return the plans of the next steps. A background process, the planner, makes them before they are needed, until
     the buffers of its connections are full. So a step need not wait while the records of a new window are ordered.
-    node: the ranks that share one planner; None: this rank has its own planner."""
-    listener = node and node.listener
-    if node is None:
-        connection, planner_end = multiprocessing.Pipe()
+    node: the ranks that share one planner."""
     planner = None
-    if node is None or listener:
-        connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: planner_end}
-        planner = multiprocessing.Process(
-            target=_run_planner, args=(mixture, steps, connect), name="planner", daemon=True
-        )
+    if node.listener:
+        planner = multiprocessing.Process(target=_run_planner, args=(mixture, steps, node), name="planner", daemon=True)
         with retry_hung_forks():
             planner.start()
         atexit.register(planner.kill)
-        (listener or planner_end).close()  # so that the connection ends when the planner ends
-    if node:
-        client = socket.socket(socket.AF_UNIX)
-        try:
-            client.connect(node.address)
-            connection = Connection(client.detach())
-            connection.send_bytes(str(mixture.rank).encode())
-        except ConnectionError:
-            raise _planner_death_error(planner) from None
-    return _received_plans(planner, connection, steps, shared=node is not None)
+        node.listener.close()  # so that the connection ends when the planner ends
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.connect(node.address)
+        connection = Connection(client.detach())
+        connection.send_bytes(str(mixture.rank).encode())
+    except ConnectionError:
+        raise _planner_death_error(planner) from None
+    return _received_plans(planner, connection, steps, shared=node.rank_count > 1)
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
@@ -108,7 +101,7 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
     connections: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
-        while len(connections) < len(node.ranks):
+        while len(connections) < node.rank_count:
             client, _ = listener.accept()
             peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             if struct.unpack("3i", peer)[1] == os.getuid():
@@ -150,10 +143,10 @@ def _planner_death_error(planner: multiprocessing.Process | None) -> RuntimeErro
     return RuntimeError(f"the process that plans the steps {how}")
 
 
-def _run_planner(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
+def _run_planner(mixture: Mixture, steps: int, node: Node) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
     ignore_signals_and_die_with_parent()
-    connections = connect()
+    connections = _connect_ranks(node)
 
     def send(items: Sequence[Plan | Failure]) -> None:
         for rank, item in zip([*connections], items, strict=True):
