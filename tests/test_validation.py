@@ -26,9 +26,10 @@ from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.dry_run import dry_run
 from xscale.errors import LOG, UserError
 from xscale.eval.in_training import (
-    HeldoutTask,
     check_metric_is_measured,
     find_task_sources,
+    make_heldout_loader,
+    measure_heldout_losses,
     streams_of_heldout_text,
 )
 from xscale.eval.retrieval import retrieval_accuracies
@@ -154,22 +155,22 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
     loader = open_run(recipe, sets, [demo], measured=False)
     engine = engine_of(loader)
-    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader, engine, ALONE, print)
-    of, rows = held.loader.recipe, held.batch.rows
-    sums, again = (sum_evaluation_losses(engine, of, rows, rank=0) for _ in range(2))
+    held = make_heldout_loader(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader)
+    (batch,) = held.batches(ALONE, "cpu", initial_state(held.last_streams), 1)
+    sums, again = (sum_evaluation_losses(engine, held.recipe, batch.rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):
             assert not auxiliary_state._rows and not auxiliary_state.queue.filled
-    results = held.measure()
+    results = measure_heldout_losses(engine, held.recipe, batch, 0, print)
     assert set(loader.recipe.streams) <= set(results) and all(
         "loss" in results[stream] for stream in loader.recipe.streams
     )
     if recipe != "mixed":
         return
-    keys = held.batch.record_keys["tlm"]
+    keys = batch.record_keys["tlm"]
     assert len(set(keys)) == len(keys) == 60
-    (stream_batches,) = launch.pieces_of(held.loader, 1)
+    (stream_batches,) = launch.pieces_of(held, 1)
     engine.module.eval()
     expected = mean_losses(engine.module.encoder.lm, loader, {name: stream_batches[name] for name in ("mlm", "tlm")})
     assert set(expected) == {"mlm", "mlm/en", "mlm/xx", "tlm", "tlm/en-xx"}
@@ -181,9 +182,10 @@ def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) 
     """As language_dropout hides them in training."""
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
     loader = open_run("tlm", ["data.workers=0", *sets], [demo], measured=False)
-    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=20), loader, engine_of(loader), ALONE, print)
+    held = make_heldout_loader(EvalTask(name="heldout", data=[str(heldout)], limit=20), loader)
+    (held_batch,) = held.batches(ALONE, "cpu", initial_state(held.last_streams), 1)
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 1)
-    types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held.batch)]
+    types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held_batch)]
     assert types == [{0}, {1 + loader.corpus.languages.index(language) for language in ("en", "xx")}]
 
 
@@ -203,11 +205,10 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "heldot/tlm/loss does not begin with the name of a task in eval.tasks (names: none)" in refused(best)
     assert "(names: retrieval)" in refused(best, task(name="retrieval"))
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
-    engine = engine_of(loader)
     with pytest.raises(UserError, match=r"this run trains on .*Use other shards"):
-        HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader, engine, ALONE, print)
+        make_heldout_loader(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader)
     with pytest.raises(UserError, match=r"no stream of the recipe can read the evaluation data \(en\)"):
-        HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), loader, engine, ALONE, print)
+        make_heldout_loader(EvalTask(name="heldout", data=[str(heldout / "en")]), loader)
 
 
 def test_a_language_that_the_run_lacks_is_refused(demo: Path, heldout: Path) -> None:

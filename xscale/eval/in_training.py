@@ -15,7 +15,7 @@ import torch.distributed as dist
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, check_file_sizes, select_sources_with_word_links
-from xscale.data.loader import Loader
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records_per_language
@@ -47,7 +47,19 @@ def make_task_functions(
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
         show_progress = partial(note_progress, f"measuring {task.name}")
-        functions[task.name] = TASKS[task.kind](task, loader, engine, process, show_progress).measure
+        if task.kind == "heldout":
+            of_task = make_heldout_loader(task, loader)
+            state = initial_state(of_task.last_streams)
+            (batch,) = of_task.batches(process, engine.device.type, state, 1)
+            functions[task.name] = partial(
+                measure_heldout_losses, engine, of_task.recipe, batch, process.rank, show_progress
+            )
+        else:
+            model = ModelInTraining(loader.recipe, loader.corpus, engine)
+            sources = find_task_sources(task, loader.recipe, loader.corpus)
+            show_progress()
+            texts = [read_texts(source, task.limit) for source in sources]
+            functions[task.name] = partial(measure_retrieval, model, sources, texts, show_progress)
     return functions
 
 
@@ -117,58 +129,50 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     return streams
 
 
-class HeldoutTask:
-    """A task that measures the run's losses on held-out records, by stream, and by language of each stream."""
+def make_heldout_loader(task: EvalTask, loader: Loader) -> Loader:
+    """Return a loader whose first step has all records of a task of held-out losses. Raises UserError."""
+    recipe = loader.recipe
+    sources = find_task_sources(task, recipe, loader.corpus)
+    calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
+    tokens = source_sizes(sources, calibration, "tokens")
+    streams = list[Stream]()
+    measured = {}
+    for stream in streams_of_heldout_text(recipe, loader.corpus, sources):
+        if stream.reads_running_text:
+            text = sum(tokens[source] for source in stream.sources)
+            stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
+        if hasattr(stream.options, "language_dropout"):
+            stream = replace(stream, options=replace(stream.options, language_dropout=0.0))
+        streams.append(stream)
+        measured[stream.name] = replace(recipe.streams[stream.name], options=stream.options)
+    data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
+    recipe = replace(recipe, data=data, streams=measured, phases=())
+    corpus = replace(loader.corpus, sources=sources, streams=Schedule.constant(streams))
+    return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
-    def __init__(
-        self, task: EvalTask, loader: Loader, engine: Any, process: Process, show_progress: Callable[[], None]
-    ):
-        """Prepare one step of all held-out records. Raises UserError."""
-        recipe = loader.recipe
-        sources = find_task_sources(task, recipe, loader.corpus)
-        calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
-        tokens = source_sizes(sources, calibration, "tokens")
-        streams = list[Stream]()
-        measured = {}
-        for stream in streams_of_heldout_text(recipe, loader.corpus, sources):
-            if stream.reads_running_text:
-                text = sum(tokens[source] for source in stream.sources)
-                stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
-            if hasattr(stream.options, "language_dropout"):
-                stream = replace(stream, options=replace(stream.options, language_dropout=0.0))
-            streams.append(stream)
-            measured[stream.name] = replace(recipe.streams[stream.name], options=stream.options)
-        data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
-        recipe = replace(recipe, data=data, streams=measured, phases=())
-        corpus = replace(loader.corpus, sources=sources, streams=Schedule.constant(streams))
-        self.loader = replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
-        (self.batch,) = self.loader.batches(process, engine.device.type, initial_state(streams), 1)
-        self.engine = engine
-        self.rank = process.rank
-        self.show_progress = show_progress
 
-    def measure(self) -> Results:
-        """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
-        recipe = self.loader.recipe
-        sums = sum_evaluation_losses(
-            self.engine, recipe, self.batch.rows, rank=self.rank, show_progress=self.show_progress
-        )
-        counts = self.batch.counts()
-        counts_K = torch.tensor(list(counts.values()), dtype=torch.float64, device=sums.values_K.device)
-        if dist.is_initialized():
-            dist.all_reduce(sums.values_K)
-            dist.all_reduce(counts_K)
-        counts = dict(zip(counts, map(int, counts_K.tolist()), strict=True))
-        sums_by_key = sums.by_key()
-        metrics = stream_metrics(sums_by_key, counts, recipe) | language_metrics(sums_by_key, counts, recipe)
-        with_targets = {key.stream for key, count in counts.items() if key.name == "count" and count}
-        results: Results = {}
-        for name, number in metrics.items():
-            key = MetricKey.parse(name)
-            if key.stream in with_targets:  # if all pairs are too long, a stream has no targets
-                row = f"{key.stream} {key.language}".strip()
-                results.setdefault(row, {})[f"{key.name}.{key.term}".rstrip(".")] = number
-        return results
+def measure_heldout_losses(
+    engine: Any, recipe: Recipe, batch: StepBatch, rank: int, show_progress: Callable[[], None]
+) -> Results:
+    """Return a results row for each stream, and for each language of a stream. All ranks call it together. recipe and
+    batch: those of `make_heldout_loader`."""
+    sums = sum_evaluation_losses(engine, recipe, batch.rows, rank=rank, show_progress=show_progress)
+    counts = batch.counts()
+    counts_K = torch.tensor(list(counts.values()), dtype=torch.float64, device=sums.values_K.device)
+    if dist.is_initialized():
+        dist.all_reduce(sums.values_K)
+        dist.all_reduce(counts_K)
+    counts = dict(zip(counts, map(int, counts_K.tolist()), strict=True))
+    sums_by_key = sums.by_key()
+    metrics = stream_metrics(sums_by_key, counts, recipe) | language_metrics(sums_by_key, counts, recipe)
+    with_targets = {key.stream for key, count in counts.items() if key.name == "count" and count}
+    results: Results = {}
+    for name, number in metrics.items():
+        key = MetricKey.parse(name)
+        if key.stream in with_targets:  # if all pairs are too long, a stream has no targets
+            row = f"{key.stream} {key.language}".strip()
+            results.setdefault(row, {})[f"{key.name}.{key.term}".rstrip(".")] = number
+    return results
 
 
 # Retrieval
@@ -186,40 +190,27 @@ class ModelInTraining(ExportedModel):
         self.pooling = choose_sentence_vectors(recipe.identity()).pooling
 
 
-class RetrievalTask:
-    """A task that measures how often a sentence's translation is its nearest neighbour. Every rank encodes all
-    sentences."""
-
-    def __init__(
-        self, task: EvalTask, loader: Loader, engine: Any, process: Process, show_progress: Callable[[], None]
-    ):
-        """Read the texts. Raises UserError."""
-        self.sources = find_task_sources(task, loader.recipe, loader.corpus)
-        self.texts = []
-        for source in self.sources:
-            show_progress()
-            self.texts.append(read_texts(source, task.limit))
-        self.model = ModelInTraining(loader.recipe, loader.corpus, engine)
-        self.show_progress = show_progress
-
-    def measure(self) -> Results:
-        """Return the results row `all` with the mean accuracy, and a row for each source."""
-        pairs = [source.sorted_langs_name for source in self.sources]
-        results: Results = {}
-        self.model.encoder.eval()
-        for source, texts in zip(self.sources, self.texts, strict=True):
-            self.show_progress()
-            row = source.sorted_langs_name
-            if pairs.count(row) > 1:
-                row += f" ({source.directory})"
-            (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
-        self.model.encoder.train()
-        accuracies = [scores["accuracy"] for scores in results.values()]
-        means: Results = {ALL: {"accuracy": mean(accuracies)}}
-        return means | results
-
-
-TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
+def measure_retrieval(
+    model: ModelInTraining,
+    sources: list[Source],
+    texts_of_sources: list[list[tuple[str, ...]]],
+    show_progress: Callable[[], None],
+) -> Results:
+    """Return the results row `all` with the mean accuracy, and a row for each source: how often is a sentence's
+    translation its nearest neighbour? Every rank encodes all sentences."""
+    pairs = [source.sorted_langs_name for source in sources]
+    results: Results = {}
+    model.encoder.eval()
+    for source, texts in zip(sources, texts_of_sources, strict=True):
+        show_progress()
+        row = source.sorted_langs_name
+        if pairs.count(row) > 1:
+            row += f" ({source.directory})"
+        (results[row],) = retrieval.evaluate(model, texts, source.langs).values()
+    model.encoder.train()
+    accuracies = [scores["accuracy"] for scores in results.values()]
+    means: Results = {ALL: {"accuracy": mean(accuracies)}}
+    return means | results
 
 
 # Results
