@@ -167,7 +167,7 @@ def test_only_longer_words(tokenizer: Tokenizer) -> None:
     poor = CollateContext(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     sample = [[Example(("en",), ([50],), None, np.uint64(0))]]
     assert align_mlm.collate(sample, align_mlm.AlignMlmOptions(), poor).target_counts["align"] == 1
-    with pytest.raises(UserError, match=r"streams\.s: .* set streams\.s\.subwords=mean"):
+    with pytest.raises(UserError, match=r"streams\.s: .* larger dictionary, or `subwords: mean`"):
         align_mlm.collate(sample, align_mlm.AlignMlmOptions(subwords="single"), poor)
 
 

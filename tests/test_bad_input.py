@@ -412,7 +412,7 @@ def test_some_languages_of_many_are_the_user_s_choice(tmp_path: Path) -> None:
     assert [source.read(0, n).texts for n in (0, 1)] == [("eins", "jeden"), ("zwei", "dva")]
 
 
-@pytest.mark.parametrize("field", ["langs", "layout", "shards", "records", "bytes", "made_by", "kind"])
+@pytest.mark.parametrize("field", ["langs", "layout", "shards", "records", "bytes", "made_by"])
 def test_an_index_with_a_field_of_another_type(tmp_path: Path, field: str) -> None:
     tar(tmp_path / "x.tar", *A)
     index.main([str(tmp_path)])

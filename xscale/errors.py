@@ -1,5 +1,6 @@
 """Errors that users or machines cause, and functions by which commands report them."""
 
+import argparse
 import errno
 import faulthandler
 import io
@@ -171,6 +172,21 @@ def reader_has_ended() -> bool:
     output = select.poll()
     output.register(1, 0)
     return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def run_command(
+    parser: argparse.ArgumentParser, words: list[str] | None, command: Callable[[argparse.Namespace], ExitCode]
+) -> ExitCode:
+    """Parse the words of a command line, and return the exit code of `command`. An error is printed as one line. words:
+    None stands for those of this process."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        check_arguments(words)
+        code = command(parser.parse_args(words))
+        flush_output()
+        return code
+    except (UserError, OSError) as error:
+        return print_error_or_reraise(error)
 
 
 def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:

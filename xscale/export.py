@@ -9,7 +9,6 @@ import argparse
 import copy
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
 from xscale.data.tokenizer import transformers_tokenizer
-from xscale.errors import UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
+from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
     SentenceVectors,
@@ -60,21 +59,18 @@ def main() -> int:
         help="export only the first K layers; the hidden states of layer K are the output",
     )
     add("--push", metavar="REPO", help="upload the exported model to the repository USER/NAME of the Hugging Face Hub")
-    try:
-        check_arguments(sys.argv[1:])
-        args = parser.parse_args()
-        if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-            raise UserError(
-                f"--push {args.push} is not the name of a repository on the Hugging Face Hub. Write USER/NAME"
-            )
-        path = find_and_export_checkpoint(args.source, args.out, args.best, args.pooling, args.layers)
-        print(f"exported {path} to {args.out}")
-        if args.push:
-            push_to_hub(args.out, args.push)
-            print(f"uploaded {args.out} to {args.push}")
-        flush_output()
-    except (UserError, OSError) as error:
-        return print_error_or_reraise(error)
+    return run_command(parser, None, export_and_push)
+
+
+def export_and_push(args: argparse.Namespace) -> ExitCode:
+    """Do what the flags say, and return the exit code 0. Raises UserError."""
+    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+        raise UserError(f"--push {args.push} is not the name of a repository on the Hugging Face Hub. Write USER/NAME")
+    path = find_and_export_checkpoint(args.source, args.out, args.best, args.pooling, args.layers)
+    print(f"exported {path} to {args.out}")
+    if args.push:
+        push_to_hub(args.out, args.push)
+        print(f"uploaded {args.out} to {args.push}")
     return 0
 
 

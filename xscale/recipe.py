@@ -478,9 +478,6 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
             "value"
         )
         return
-    if text == "None":
-        problems.append(f"--set {assignment}: None is not a value of YAML. Write {dotted}=null for no value")
-        return
     try:
         if not equals:
             raise ValueError("the = is missing")
@@ -691,8 +688,7 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        is_inner = len(details["loc"]) > 1
-        if is_inner:
+        if len(details["loc"]) > 1:  # of a record in a list, such as eval.tasks
             return f"{name}: unknown field. Remove the field"
         return unknown_or_removed_key_message(name, where, keys)
     if kind == "missing":

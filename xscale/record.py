@@ -9,7 +9,9 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from xscale.errors import can_be_encoded
 
@@ -79,9 +81,9 @@ class Record(NamedTuple):
 class Shard(NamedTuple):
     """A tar of records, as index.json lists it."""
 
-    name: str
-    records: int
-    bytes: int
+    name: Annotated[str, Field(pattern=r"^[^/\p{C}]+\.tar$")]
+    records: Annotated[int, Field(gt=0)]
+    bytes: Annotated[int, Field(ge=0)]
     sha256: str
     idx_crc32: int
 

@@ -132,7 +132,7 @@ def correction_from_groups(
     max_length [groups].
     """
     expected = np.array([estimated_tokens_of_samples[group].sum() for group in samples_of_groups])
-    samples = np.array([len(group) for group in samples_of_groups])
+    samples = np.array(list(map(len, samples_of_groups)))
     over = expected > max_length * samples
     within = ~over
     is_beyond = estimated_tokens_of_samples > max_length

@@ -221,7 +221,7 @@ def load_lexicons(
 ) -> tuple[Lexicon, ...]:
     """Return the dictionaries of a run, sorted by name: data.lexicons, or those beside the shards. data: the first
     directory of --data. Raises UserError."""
-    paths = [Path(path) for path in recipe.data.lexicons]
+    paths = list(map(Path, recipe.data.lexicons))
     if not paths and data:
         paths = find_lexicon_paths(sources, data)
     languages = languages_of(sources)

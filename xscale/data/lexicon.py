@@ -247,7 +247,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
     for number, line in read_lines(path):
         line = unicodedata.normalize("NFC", line)
         columns = line.split("\t") if "\t" in line else line.split()
-        columns = [column.strip() for column in columns]
+        columns = list(map(str.strip, columns))
         if not any(columns):
             continue
         if len(columns) != 2 or not all(columns):

@@ -350,7 +350,7 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     Position.to_list."""
     positions: dict[str, list[list[int]]] = {}
     for stream in streams:
-        positions[stream.name] = [Position(0, 0).to_list() for _ in stream.sources]
+        positions[stream.name] = [Position(0, 0).to_list()] * len(stream.sources)
     return {"step": 0, "positions": positions, "order": ORDER}
 
 

@@ -31,7 +31,7 @@ class Ragged(NamedTuple):
     @classmethod
     def from_lists(cls, lists: list[list[int]]) -> "Ragged":
         values = np.array(list(chain.from_iterable(lists)), dtype=np.int64)
-        return cls(values, np.array([len(numbers) for numbers in lists], dtype=np.int64))
+        return cls(values, np.array(list(map(len, lists)), dtype=np.int64))
 
 
 def concatenated_ranges(lengths: np.ndarray) -> np.ndarray:

@@ -210,7 +210,7 @@ def join_sentences(sample: list[Example], max_length: int) -> list[Example]:
                 size = 0
             texts[-1].append(part)
             size += length
-    return [join_texts(text) for text in texts]
+    return list(map(join_texts, texts))
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:

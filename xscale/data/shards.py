@@ -25,9 +25,10 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from xscale.data import words
 from xscale.data.link_projection import project_links
@@ -43,7 +44,6 @@ IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY = struct.Struct("<QII")
 ENTRIES = "entries"
 """Name of the file with the entries of all shards of a source."""
-LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
 """The kinds of words that the links of a source can number: words of data/words.py, or words between white space."""
 FOLLOWS = 1 << 31
@@ -446,42 +446,33 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     )
 
 
+class Index(BaseModel, strict=True):
+    """The fields of an index.json."""
+
+    langs: list[str]
+    layout: Literal["lines", "samples"]
+    shards: Annotated[list[Shard], Field(min_length=1)]
+    records: int
+    bytes: int
+    made_by: dict[str, Any]
+    segmentation: dict[str, Any] = {}
+    linked: int = 0
+
+
 def parse_shards(index: dict[str, Any]) -> list[Shard]:
-    """Return the shards that an index.json lists. index: the content of index.json. Raises ValueError, LookupError or
-    TypeError if a field is absent, has a wrong type or contradicts another field."""
-    kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
-    for name, kind in kinds.items():
-        if type(index[name]) is not kind:
-            raise ValueError(f"the field `{name}` is {index[name]!r}, and must be of type {kind.__name__}")
+    """Return the shards that an index.json lists. index: the content of index.json. Raises ValueError if a field is
+    absent, has a wrong type or contradicts another field."""
+    try:
+        shards = Index.model_validate(index).shards
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"the field `{place}`: {first['msg']}") from None
     check_language_names(index["langs"])
-    if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
-        raise ValueError(
-            f"the field `kind` is {index['kind']!r}, but the field `langs` is {index['langs']}. `kind` must be 'pair' "
-            "for two languages, and 'mono' for one language"
-        )
-    if index["layout"] not in LAYOUTS:
-        raise ValueError(f"the field `layout` is {index['layout']!r}, and must be {' or '.join(LAYOUTS)}")
-    if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"the field `segmentation` is {index['segmentation']!r}, and must be a JSON object")
-    if type(index.get("linked", 0)) is not int:
-        raise ValueError(f"the field `linked` is {index['linked']!r}, and must be a whole number")
-    shards = [Shard(**shard) for shard in index["shards"]]
-    for name, records, size, sha256, crc in shards:
-        if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
-            raise ValueError(
-                f"shard {name!r} has `records` {records!r}, `bytes` {size!r} and `idx_crc32` {crc!r}. All three must "
-                "be whole numbers; `records` must be 1 or more, and `bytes` 0 or more"
-            )
-        if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(
-                f"shard {name!r} has `sha256` {sha256!r}. The name must end with .tar, and `sha256` must be a string"
-            )
     for name, times in Counter(shard.name for shard in shards).items():
         if times > 1:
             raise ValueError(f"the shard name {name!r} occurs {times} times")
     total = sum(shard.records for shard in shards)
-    if not shards:
-        raise ValueError("the list `shards` is empty, and must have at least one shard")
     if index["records"] != total:
         raise ValueError(
             f"the field `records` is {index['records']}, but the shards in the list `shards` have {total} records in "

@@ -213,7 +213,7 @@ class Tokenizer:
         """Return the token ids of each text, and its words (data/words.py) with the tokens that overlap them."""
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
-        counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
+        counts = np.array(list(map(len, ids)), dtype=np.int64)
         numbers = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
         if self._space is not None:

@@ -17,7 +17,7 @@ from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
-from xscale.errors import ExitCode, UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
+from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
@@ -113,19 +113,11 @@ def main(argv: list[str] | None = None) -> int:
         help="similarity of two sentences, for retrieval: cosine (default), or ratio (LASER's margin, "
         "docs/reference/results.md)",
     )
-    try:
-        check_arguments(sys.argv[1:] if argv is None else argv)
-        args = parser.parse_args(argv)
-        rows = plan_rows(args)
-        code = evaluate_rows(ExportedModel(args.model), rows, args.out)
-        flush_output()
-        return code
-    except (UserError, OSError) as error:
-        return print_error_or_reraise(error)
+    return run_command(parser, argv, evaluate)
 
 
-def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
-    """Return the rows of all tasks of the flags. Raises UserError."""
+def evaluate(args: argparse.Namespace) -> ExitCode:
+    """Evaluate the model by all tasks of the flags, and return the exit code. Raises UserError."""
     if args.out:
         files.check_output_file(args.out)
     if args.limit is not None and args.limit < 1:
@@ -134,7 +126,7 @@ def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
     rows: list[ResultsRow] = []
     for task in args.task:
         rows += TASKS[task](args, sources)
-    return rows
+    return evaluate_rows(ExportedModel(args.model), rows, args.out)
 
 
 def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> ExitCode:

@@ -57,15 +57,9 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     stream_batch = mlm.collate(samples, options, context)
     source, target = ids_of_differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
-        where = f"streams.{context.stream}"
-        if options.subwords == "mean":
-            raise UserError(
-                f"{where}: no dictionary entry can be used, because the two words of an entry must differ. Use a "
-                "larger dictionary"
-            )
         raise UserError(
-            f"{where}: no dictionary entry can be used, because with `subwords: single` the two words of an entry must "
-            f"be different single tokens. Use a larger dictionary, or set {where}.subwords=mean"
+            f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "
+            "differ and, with `subwords: single`, be single tokens. Use a larger dictionary, or `subwords: mean`"
         )
     picked = draw_entry_indices_of_row(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)

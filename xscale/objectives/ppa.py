@@ -315,22 +315,15 @@ class Moco:
 
 
 def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
-    """Return the predictions of `masked_lm_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
+    """Return the predictions of `masked_lm_term` and, unless its weight is 0, the sums of L_MoCo and its metrics over
+    pairs. The metrics among the keys of the step are left out before `Moco.gather_new_vectors`."""
     predictions = []
     if options.tlm_weight:
         predictions.append(Prediction(options.masked_lm_term, parts.encoder.features(states["masked"])))
     if not options.moco_weight:
         return Losses(predictions)
-    loss, metrics = moco_loss_and_metric_sums(parts, states, arrays["texts"], options)
-    return Losses(predictions, {"moco": loss}, {name: (value, "moco") for name, value in metrics.items()})
-
-
-def moco_loss_and_metric_sums(
-    parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are left out before
-    `Moco.gather_new_vectors`."""
     moco: Moco = parts.auxiliary_state
+    texts_B2 = arrays["texts"]
     zq_BD = parts.heads(states["query"])
     zk_BD = states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -338,14 +331,14 @@ def moco_loss_and_metric_sums(
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    total = F.cross_entropy(logits, labels_B, reduction="sum")
+    L_MoCo = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
         right = is_nearest(positive_B1, negative_BK).sum()
         age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         if moco.step_keys:
             metrics |= metrics_among_step_keys(zq_BD, zk_BD, texts_B2, *moco.step_keys)
-        return total, metrics
+    return Losses(predictions, {"moco": L_MoCo}, {name: (value, "moco") for name, value in metrics.items()})
 
 
 TIE = 1e-6

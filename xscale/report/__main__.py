@@ -7,11 +7,10 @@ The table has a column for each file, and the difference of each later model fro
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, flush_output, print_error_or_reraise, run_and_exit
+from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,20 +25,12 @@ def main(argv: list[str] | None = None) -> int:
         help="folders of runs, or result files of `xscale eval` and `xscale finetune`",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.html", help="file for the page")
-    try:
-        check_arguments(sys.argv[1:] if argv is None else argv)
-        args = parser.parse_args(argv)
-        write_report(args.paths, args.out)
-        print(args.out)
-        flush_output()
-    except (UserError, OSError) as error:
-        return print_error_or_reraise(error)
-    return 0
+    return run_command(parser, argv, write_report)
 
 
-def write_report(runs_and_results: list[Path], out: Path) -> None:
-    """Write the page of runs (folders) and of result files. Raises UserError."""
-    files.check_output_file(out)
+def write_report(args: argparse.Namespace) -> ExitCode:
+    """Write the page of runs (folders) and of result files. Return the exit code 0. Raises UserError."""
+    files.check_output_file(args.out)
     try:
         from xscale.report.page import render_page
         from xscale.report.read import read_results, read_run
@@ -49,12 +40,14 @@ def write_report(runs_and_results: list[Path], out: Path) -> None:
         ) from None
     runs = {}
     result_files = []
-    for path in runs_and_results:
+    for path in args.paths:
         if path.suffix == ".json" and not path.is_dir():
             result_files.append(path)
         else:
             runs[str(path)] = read_run(path)
-    files.write_text(out, render_page(runs, read_results(result_files)))
+    files.write_text(args.out, render_page(runs, read_results(result_files)))
+    print(args.out)
+    return 0
 
 
 if __name__ == "__main__":
