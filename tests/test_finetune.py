@@ -22,6 +22,7 @@ from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.finetune.tasks import TASKS, read_examples
 from xscale.eval.finetune.training import FineTunedModel, SequenceMaker
 from xscale.eval.finetune.transfer import (
+    below_majority_warnings,
     plan_training,
     summarize_by_language,
     switch_languages,
@@ -455,6 +456,8 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta_std": pytest.approx(np.std([2 / 3, -1 / 6], ddof=1)),  # of each seed, supervised less zero-shot
     }
     assert found["en"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
+    (line,) = below_majority_warnings(found)
+    assert "en zero-shot: the score 0.333 is below 0.667" in line
 
 
 @pytest.mark.parametrize(

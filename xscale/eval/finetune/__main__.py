@@ -39,6 +39,7 @@ from xscale.eval.finetune.transfer import (
     SeedScores,
     Texts,
     TrainingText,
+    below_majority_warnings,
     plan_training,
     predict_majority,
     summarize_by_language,
@@ -181,6 +182,8 @@ def measure_transfer(args: argparse.Namespace) -> None:
             )
     for row, averages in results.items():
         print_on_rank_0(f"{args.task} {row}: {', '.join(map(format_score, averages, averages.values()))}")
+    for line in below_majority_warnings(results):
+        print_on_rank_0(line)
 
 
 def append_seed_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: dict[str, float]) -> None:

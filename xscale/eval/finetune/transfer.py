@@ -160,3 +160,18 @@ def summarize_by_language(scores: dict[str, SeedScores], tests: Texts) -> dict[s
             values["delta"] = [bootstrap.weighted_sum(seed, (1, -1)) for seed in seeds]
         rows[language] = average_over_seeds(values)
     return rows
+
+
+def below_majority_warnings(results: dict[str, Scores]) -> list[str]:
+    """Return a line for each score below that of always predicting the most frequent label. results: those of
+    summarize_by_language."""
+    lines = []
+    for language, scores in results.items():
+        for setting, name in SHORT_NAMES.items():
+            if scores.get(name, 1.0) < scores.get(MAJORITY, 0.0):
+                lines.append(
+                    f"warning: {language} {setting}: the score {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, "
+                    "the score of predicting the most frequent label for every example. Use more --epochs, a "
+                    "higher --lr or more training text"
+                )
+    return lines
