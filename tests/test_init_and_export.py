@@ -46,7 +46,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_pooling
+from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules_json, read_pooling
 from xscale.models.build import build_encoder, max_sequence_tokens, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
@@ -536,6 +536,7 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
     demo: Path, tmp_path: Path, ended: tuple[StepModule, Path, Path]
 ) -> None:
     init = str(sentence_model(demo, tmp_path / "init", POOLING))
+    foreign = str(sentence_model(demo, tmp_path / "foreign", POOLING, "my.Whitening"))
     plain = str(demo)
     tlm_stream = {"tlm": {"objective": "tlm"}}
     table: list[tuple[dict[str, Any], str | None, tuple[Any, ...], str, str]] = [
@@ -548,32 +549,44 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
             init,
             (),
             "cls",
-            f"the pooling of model.init {init}, because no stream trained sentence vectors",
+            f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
+            "sentence-transformers modules and prompts of model.init",
         ),
+        (tlm_stream, init, (None, 1), "cls", "because these modules need the last layer"),
+        (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
     ]
     for streams, start, asked, pooling, reason in table:
         vectors = choose_sentence_vectors({"model": {"init": start}, "streams": streams}, *asked)
         assert vectors.pooling == pooling and re.search(reason, vectors.reason), (vectors, reason)
-    (tmp_path / "init" / "modules.json").write_text('[{"type": "a"}]')
-    with pytest.raises(UserError, match=r"init/modules.json .* is damaged"):
+        assert bool(vectors.folder) == ("modules and prompts" in reason)
+    (tmp_path / "init" / "modules.json").write_text('[{"type": "a", "path": "../secret"}]')
+    with pytest.raises(UserError, match=r"init/modules.json is damaged"):
         read_pooling(tmp_path / "init")
 
 
-def test_an_export_keeps_the_pooling_of_model_init(
+def test_an_export_keeps_modules_and_prompts_of_model_init(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense = "sentence_transformers.models.Dense"
     init = sentence_model(demo, tmp_path / "init", POOLING, dense, "sentence_transformers.models.Normalize")
+    (init / "3_Normalize").rmdir()
+    (init / "2_Dense" / "model.safetensors").write_bytes(b"weights")
     loader = loader_of(demo, "mlm", f"model.init={init}")
     read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
     export.find_and_export_checkpoint(
         save(launch.module(loader), loader, tmp_path / "checkpoint", sources=read), tmp_path / "hf"
     )
-    assert sorted(path.name for path in (tmp_path / "hf").glob("*_*/")) == ["1_Pooling", "2_Normalize"]
+    assert read_modules_json(tmp_path / "hf") == read_modules_json(init)
+    for name in ("config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
+    assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
-    reason = f"cls pooling, the pooling of model.init {init}, because no stream trained sentence vectors"
+    reason = (
+        f"cls pooling, the pooling of model.init {init}, because no stream trained sentence vectors; the export "
+        "also has the sentence-transformers modules and prompts of model.init"
+    )
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card
     assert "| `news` | en | CC0 | mlm 1,234 |" in card and f"from {init}, with" in card

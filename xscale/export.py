@@ -86,7 +86,7 @@ def find_and_export_checkpoint(
     files.check_writable_and_make_folder(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
-    vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling)
+    vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling, layers)
     card = make_model_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
     if layers is not None:
         lm = copy_first_layers(lm, layers).base_model

@@ -1,10 +1,11 @@
 """Chooses the sentence vectors of an export, and writes the files with which sentence-transformers computes them.
 
-sentence-transformers reads modules.json (the modules that texts pass through), and the modules' folders, such as
-1_Pooling. Means leave [CLS] and [SEP] out, and vectors are normalised.
+sentence-transformers reads modules.json (the modules that texts pass through), the modules' folders, such as 1_Pooling,
+and config_sentence_transformers.json (prompts).
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
 MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
 LENGTH = "sentence_bert_config.json"
 PACKAGE = "sentence_transformers."
 
@@ -28,13 +30,19 @@ class SentenceVectors:
     """"cls", or "mean" over a sentence's tokens."""
     reason: str
     """The reason for this choice. It continues the sentence `POOLING pooling, `."""
+    folder: Path | None = None
+    """The folder of model.init whose modules and prompts the export keeps. None: the export has modules of its own; its
+    means leave [CLS] and [SEP] out, and its vectors are normalised."""
 
 
-def choose_sentence_vectors(recipe: dict[str, Any], pooling: str | None = None) -> SentenceVectors:
+def choose_sentence_vectors(
+    recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None
+) -> SentenceVectors:
     """Return the vectors of a run's export. Their pooling is the one that the user chooses, or else the one that a
     stream trained, or else the one of model.init.
 
-    recipe: the recipe as a checkpoint has it. pooling: the user's choice, if any.
+    recipe: the recipe as a checkpoint has it. pooling: the user's choice, if any. layers: the number of first layers
+    that are exported; None: all.
     """
     if pooling:
         return SentenceVectors(pooling, "chosen by --pooling")
@@ -46,16 +54,17 @@ def choose_sentence_vectors(recipe: dict[str, Any], pooling: str | None = None) 
         return SentenceVectors("mean", "the default pooling, because no stream trained sentence vectors")
     if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
-        return choose_sentence_vectors(run.identity["recipe"])
-    return sentence_vectors_of_init(init)
+        return choose_sentence_vectors(run.identity["recipe"], layers=layers)
+    return sentence_vectors_of_init(init, layers)
 
 
-def sentence_vectors_of_init(init: str) -> SentenceVectors:
-    """Return the vectors that a Hugging Face directory or a model of the hub has."""
+def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
+    """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see
+    choose_sentence_vectors."""
     folder = Path(init)
     if not folder.exists():
         try:
-            folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*.json"]))
+            folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
         except Exception as error:  # of the hub, or of its HTTP library
             return SentenceVectors(
                 "mean", f"the default pooling, because model.init {init} cannot be read ({type(error).__name__})"
@@ -66,32 +75,57 @@ def sentence_vectors_of_init(init: str) -> SentenceVectors:
             "mean",
             f"the default pooling, because no stream trained sentence vectors and model.init {init} has no {MODULES}",
         )
+    if layers is not None:
+        return SentenceVectors(
+            pooling,
+            f"the pooling of model.init {init}; its other sentence-transformers modules are left out, because these "
+            "modules need the last layer, and this export has only the first layers",
+        )
+    for module in read_modules_json(folder):
+        if not module["type"].startswith(PACKAGE):
+            return SentenceVectors(
+                pooling,
+                f"the pooling of model.init {init}; the modules of model.init are left out, because the package "
+                f"sentence-transformers does not have {module['type']}",
+            )
     return SentenceVectors(
         pooling,
-        f"the pooling of model.init {init}, because no stream trained sentence vectors. The export leaves out the "
-        "prompts and the other sentence-transformers modules of model.init",
+        f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
+        "sentence-transformers modules and prompts of model.init",
+        folder,
     )
+
+
+def read_modules_json(folder: Path) -> list[dict[str, Any]]:
+    """Return the modules that a folder's modules.json lists, each with "type" and "path"; [] without the file. Raises
+    UserError."""
+    path = folder / MODULES
+    if not path.exists():
+        return []
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        for module in modules:
+            if not module["type"] or Path(module["path"]).name != module["path"]:
+                raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path} is damaged: each module needs a `type` and a `path`, the name of a folder beside this file. "
+            "Download or save the model again"
+        ) from None
+    return modules
 
 
 def read_pooling(folder: Path) -> str | None:
     """Return the pooling of a folder's files of sentence-transformers: "cls", or "mean" for every other pooling; None
     without such files. Raises UserError."""
-    path = folder / MODULES
-    if not path.exists():
-        return None
-    try:
-        for module in json.loads(path.read_text(encoding="utf-8")):
-            config = folder / module["path"] / "config.json"
-            if module["type"].endswith(".Pooling") and config.exists():
-                fields = json.loads(config.read_text(encoding="utf-8"))
-                if fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls":
-                    return "cls"
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{path} or the config.json of a module is damaged: each module needs a `type` and a `path`. Download or "
-            "save the model again"
-        ) from None
-    return "mean"
+    modules = read_modules_json(folder)
+    for module in modules:
+        path = folder / module["path"] / "config.json"
+        if module["type"].endswith(".Pooling") and path.exists():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls":
+                return "cls"
+    return "mean" if modules else None
 
 
 def write_sentence_transformers_files(
@@ -99,6 +133,9 @@ def write_sentence_transformers_files(
 ) -> None:
     """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
     configuration. max_length: the maximum number of tokens of a sentence."""
+    if vectors.folder:
+        copy_modules(vectors.folder, export_folder)
+        return
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
         configs["0_WordWeights"] = word_weights_config(Tokenizer(export_folder), config.vocab_size)
@@ -116,6 +153,21 @@ def write_sentence_transformers_files(
         write_json(export_folder / path / "config.json", fields)
     write_json(export_folder / MODULES, modules)
     write_json(export_folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
+
+
+def copy_modules(source: Path, export_folder: Path) -> None:
+    """Copy the modules and prompts of `source` to an export, but not the first module, which is the export's own model
+    and tokenizer."""
+    first, *others = read_modules_json(source)
+    for module in others:
+        if (source / module["path"]).is_dir():
+            shutil.copytree(source / module["path"], export_folder / module["path"])
+        else:  # a module without settings, such as Normalize
+            (export_folder / module["path"]).mkdir()
+    write_json(export_folder / MODULES, [first | {"path": ""}, *others])
+    for path in (source / PROMPTS, source / first["path"] / LENGTH):
+        if path.exists():
+            shutil.copyfile(path, export_folder / path.name)
 
 
 def word_weights_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
