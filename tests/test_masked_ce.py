@@ -184,24 +184,6 @@ def test_overflow_is_seen(dtype: torch.dtype) -> None:
     assert not loss.isfinite() and not gradients(loss, arguments)[1].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.01)])
-def test_autocast(dtype: torch.dtype, label_smoothing: float, z_loss: float) -> None:
-    """Inputs are cast as F.linear's are; loss and gradients keep fp32."""
-    arguments = inputs(1600, torch.float32)
-    weighted = label_smoothing, z_loss, weights_of(1600), 3.0
-    with torch.autocast("cpu", dtype):
-        loss, losses, right = masked_cross_entropy(*arguments, *weighted)
-    halves = tuple(t.to(dtype) for t in arguments[:3] if t is not None)
-    expected, each, best = plain(*halves, arguments[3], *weighted)
-    assert loss.dtype == losses.dtype == torch.float32 and torch.equal(right, best)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(losses, each, rtol=1e-4, atol=1e-4)
-    for mine, other in zip(gradients(loss, arguments), gradients(expected, arguments), strict=True):
-        assert mine.dtype == torch.float32 and not torch.equal(mine, mine.to(dtype).float())
-        assert rms(mine - other) < 0.01 * rms(other)
-
-
 # 3. Weights
 
 

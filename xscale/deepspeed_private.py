@@ -9,7 +9,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,15 +141,10 @@ def allocate_flat_gradients(engine: Any) -> list[Tensor]:
     return flat_gradients
 
 
-@contextmanager
-def no_reduction(engine: Any) -> Iterator[None]:
+def no_reduction(engine: Any) -> AbstractContextManager[Any]:
     """Return a context whose backward passes reduce nothing. DeepSpeed's own `no_sync` refuses stage 2, where hooks
     reduce (`remove_gradient_hooks`)."""
-    engine.inside_no_sync_ctxt = True
-    try:
-        yield
-    finally:
-        engine.inside_no_sync_ctxt = False
+    return mock.patch.object(engine, "inside_no_sync_ctxt", True)
 
 
 def average_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
@@ -276,21 +271,12 @@ def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {}
 
     class Engine(TorchCheckpointEngine):
-        def makedirs(self, path: str, exist_ok: bool = False) -> None:
-            pass
-
         def save(self, state_dict: Any, path: str) -> None:
             contents[os.path.basename(path)] = state_dict
 
-    original_engine = engine.checkpoint_engine
-    engine.checkpoint_engine = Engine()
-    engine._copy_recovery_script = lambda folder: None
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
-    try:
+    with mock.patch.multiple(engine, checkpoint_engine=Engine(), _copy_recovery_script=mock.DEFAULT):
         engine.save_checkpoint(str(partial.parent), tag=partial.name, client_state=client_state, save_latest=False)
-    finally:
-        engine.checkpoint_engine = original_engine
-        del engine._copy_recovery_script
     return contents
 
 
@@ -302,12 +288,6 @@ def partition_paths(path: Path) -> list[Path]:
     """Return the paths of the optimizer's partitions in the order of ranks; [] at stage 0."""
     files = path.glob("*zero_pp_rank_*_optim_states.pt")
     return sorted(files, key=lambda file: int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]))
-
-
-def weight_shapes_of_groups(model_state: dict[str, Any]) -> list[dict[str, torch.Size]]:
-    """Return {name: shape} for each group of weights at stages 1 to 3, in the order of the group's flat tensor.
-    model_state: the loaded file."""
-    return model_state["param_shapes"]
 
 
 def is_saved_at_stage_3(rank_file: dict[str, Any]) -> bool:
@@ -324,11 +304,6 @@ def weights_and_states_of_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Te
     optimizer = state["optimizer_state_dict" if stage_3 else "base_optimizer_state"]["state"]
     for group, flat in enumerate(weights):
         yield flat, optimizer.get(group, {})
-
-
-def saved_loss_scaler(rank_file: dict[str, Any]) -> Any:
-    """Return the loss scaler, which is the same in the files of all ranks."""
-    return rank_file["optimizer_state_dict"].get("loss_scaler")
 
 
 def weights_and_states_of_stage_0(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
@@ -392,16 +367,15 @@ def torch_optimizer(engine: Any) -> Any:
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 
 
-def begin_change_of_flat_weights(engine: Any) -> None:
-    """Let the caller change the optimizer's flat fp32 tensors, until `end_change_of_flat_weights`."""
-    if engine.zero_optimization_stage() == 3:
-        engine.optimizer.checkpoint_event_prologue()
-
-
-def end_change_of_flat_weights(engine: Any) -> None:
-    """Copy the optimizer's flat fp32 tensors into the weights that the engine computes with."""
+@contextmanager
+def changing_flat_weights(engine: Any) -> Iterator[None]:
+    """Return a context in which the caller changes the optimizer's flat fp32 tensors. At its end, they are copied into
+    the weights that the engine computes with."""
     optimizer = engine.optimizer
     stage = engine.zero_optimization_stage()
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()
+    yield
     if stage == 3:
         parts = optimizer.fp16_partitioned_groups_flat
         for flat, part in zip(optimizer.fp32_partitioned_groups_flat, parts, strict=True):

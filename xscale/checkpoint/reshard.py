@@ -84,7 +84,7 @@ class SavedPartitions:
         this file."""
         rank_file = self._open(rank)
         stage_3 = private.is_saved_at_stage_3(rank_file)
-        for group, shapes in enumerate(private.weight_shapes_of_groups(self.model)):
+        for group, shapes in enumerate(self.model["param_shapes"]):  # {name: shape} in the order of the flat tensor
             at = 0
             length = len(self.opened[rank][group].flats[WEIGHT])
             for name, shape in shapes.items():
@@ -95,7 +95,7 @@ class SavedPartitions:
                 else:
                     self.places[name] = SavedPlace(group, at, 0, length)
                     at += shape.numel()
-        return private.saved_loss_scaler(rank_file), self.opened[rank]
+        return rank_file["optimizer_state_dict"].get("loss_scaler"), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its slices in `opened`, and return its content."""
@@ -138,30 +138,28 @@ def load_engine_state(engine: Any, path: Path) -> None:
         path, [*names.values()], dist.get_rank() / dist.get_world_size(), parameter_names_with_head_lr(engine.module)
     )
     fused = any(group.get("fused") for group in base.param_groups)
-    private.begin_change_of_flat_weights(engine)
-    for flat, fragments in private.partitions_and_fragments(engine):
-        if not fragments:
-            continue
-        group = saved.places[names[fragments[0][0]]].group
-        state: dict[str, Any] = {}
-        for key in saved.like[group].flats:
-            numbers = torch.zeros_like(flat)
-            for weight, first, last, at in fragments:
-                if first < last:
-                    part = saved.read_elements(names[weight], key, first, last)
-                    assert len(part) == last - first, (names[weight], first, last, len(part))
-                    numbers.view(-1)[at : at + len(part)].copy_(part)
-            if key == WEIGHT:
-                flat.data.copy_(numbers)
-            else:
-                state[key] = numbers
-        for key, value in saved.like[group].other_values.items():
-            if torch.is_tensor(value):
-                value = value.to(flat.device if fused or value.ndim else "cpu", copy=True)
-            state[key] = value
-        if state:
-            base.state[flat] = state
-    private.end_change_of_flat_weights(engine)
+    with private.changing_flat_weights(engine):
+        for flat, fragments in private.partitions_and_fragments(engine):
+            if not fragments:
+                continue
+            group = saved.places[names[fragments[0][0]]].group
+            state: dict[str, Any] = {}
+            for key in saved.like[group].flats:
+                numbers = torch.zeros_like(flat)
+                for weight, first, last, at in fragments:
+                    if first < last:
+                        part = saved.read_elements(names[weight], key, first, last)
+                        numbers.view(-1)[at : at + len(part)].copy_(part)
+                if key == WEIGHT:
+                    flat.data.copy_(numbers)
+                else:
+                    state[key] = numbers
+            for key, value in saved.like[group].other_values.items():
+                if torch.is_tensor(value):
+                    value = value.to(flat.device if fused or value.ndim else "cpu", copy=True)
+                state[key] = value
+            if state:
+                base.state[flat] = state
     for name, buffer in engine.module.named_buffers():
         if name in saved.model["module"]:  # a head of another package may change its buffers
             buffer.copy_(saved.model["module"][name])

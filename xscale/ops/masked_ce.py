@@ -58,27 +58,20 @@ def masked_cross_entropy(
 
     Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the row's true weight divided by `largest`,
     because gradients of logits in 16 bits would underflow with small weights. A row of weight 0 adds exactly 0 to every
-    gradient; its label must be a valid id, too. For inputs of any type, the losses and the sums that become gradients
-    are fp32 (fp64 for fp64). Gradients are cast to the inputs' types only after the multiplication by the incoming
-    gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
+    gradient; its label must be a valid id, too. Features, weight and bias have the same type. Of any type, the losses
+    and the sums that become gradients are fp32 (fp64 for fp64). Gradients are cast to the inputs' type only after the
+    multiplication by the incoming gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
     """
-    device = features_MH.device.type
-    dtype = features_MH.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear does
-        dtype = torch.get_autocast_dtype(device)
     if weights_M is None:
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
-    options = _Options(label_smoothing, z_loss, largest, dtype, torch.is_grad_enabled())
-    with torch.autocast(device, enabled=False):
-        return LossAndCorrect(*_ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options))
+    options = _Options(label_smoothing, z_loss, largest, torch.is_grad_enabled())
+    return LossAndCorrect(*_ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options))
 
 
 class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     largest: float
-    dtype: torch.dtype
-    """The type of the products and the logits."""
     grad_enabled: bool
 
 
@@ -93,26 +86,24 @@ class _ChunkedLoss(torch.autograd.Function):
         weights_M: Tensor,
         options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = features_MH, weight_VH, bias_V
-        wide = torch.promote_types(options.dtype, torch.float32)
-        wanted = [options.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        inputs: list[Any] = [features_MH, weight_VH, bias_V]
+        wide = torch.promote_types(features_MH.dtype, torch.float32)
         gradients = [
-            tensor.new_empty(tensor.shape, dtype=wide) if needed and tensor is not None else None
-            for tensor, needed in zip(inputs, wanted, strict=True)
+            tensor.new_empty(tensor.shape, dtype=wide) if options.grad_enabled and needed else None
+            for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
         ]
-        cast = [None if tensor is None else tensor.to(options.dtype) for tensor in inputs]
         weights_M = weights_M.to(wide)
-        losses_M, right_M = _losses_and_gradients(cast, labels_M, weights_M, options, gradients)
+        losses_M, right_M = _losses_and_gradients(inputs, labels_M, weights_M, options, gradients)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.dtype = features_MH.dtype
         ctx.mark_non_differentiable(losses_M, right_M)
         return options.largest * (weights_M * losses_M).sum(), losses_M, right_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if total is None else _scaled(total, d_loss, dtype) for total, dtype in found), None, None, None
+        totals = ctx.saved_tensors
+        return *(None if total is None else _scaled(total, d_loss, ctx.dtype) for total in totals), None, None, None
 
 
 def _losses_and_gradients(
@@ -123,7 +114,7 @@ def _losses_and_gradients(
     features_MH, weight_VH, bias_V = inputs
     M = len(features_MH)
     V = len(weight_VH)
-    scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
+    scale = FP16_SCALE if features_MH.dtype == torch.float16 else 1.0
     factors_M = weights_M * scale if any(gradient is not None for gradient in gradients) else None
     kernel = _kernel_module(features_MH)
     chunks = max(1, -(-M // max_predictions_of_chunk(features_MH.device.type, V, features_MH.itemsize)))
