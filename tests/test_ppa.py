@@ -413,8 +413,9 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
     notes = warm_up_queues(engine, loader, place)
-    assert notes == ["filling the queue of streams.ppa"] * 2, "after each batch of 7 keys, but for the last"
-    warm_up = prefilling.prefill_loader_of_stream(loader, "ppa")
+    note = "filling the queue of streams.ppa, which has {} of 17 sentence vectors"
+    assert notes == [note.format(7), note.format(14)], "after each batch of 7 keys, but for the last"
+    warm_up = prefilling.prefill_loader_of_stream(loader, loader.last_streams[0])
     filling, stream = (
         [
             key

@@ -134,7 +134,8 @@ def test_ranks_for_which_others_wait_are_named(tmp_path: Path) -> None:
     def told(*written: float, notes: tuple[int, int, int] = (2, 2, 2)) -> str:
         for rank, at in enumerate(written):
             path = tmp_path / f"rank{rank}.beat"
-            path.write_text(f"rank {rank} (host h, process {rank}), in step 3\n3 {notes[rank]}\n")
+            beat = {"doing": f"rank {rank} (host h, process {rank}), in step 3", "progress": [3, notes[rank]]}
+            path.write_text(json.dumps(beat))
             os.utime(path, (at, at))
         return watched._describe_other_ranks()
 

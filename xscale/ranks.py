@@ -184,17 +184,6 @@ def open_local_store(process: Process) -> dist.Store | None:
     )
 
 
-def check_gloo_interfaces() -> None:
-    """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
-    known = [name for _, name in socket.if_nameindex()]
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name and name not in known:
-            raise UserError(
-                f"the environment variable GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this "
-                f"host. Set GLOO_SOCKET_IFNAME to one of {', '.join(known)}"
-            )
-
-
 def join_process_group(process: Process) -> None:
     """Join the process group, over nccl on CUDA and gloo on a CPU. Raises UserError or DistNetworkError."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
@@ -214,7 +203,6 @@ def join_process_group(process: Process) -> None:
     disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
-    check_gloo_interfaces()
     if process.world == 1:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     if process.world == process.local_world:

@@ -7,6 +7,7 @@ status.json also has the exit code, because some launchers return another one:
 `status` is running, done, stopped or failed. If it is "running" but the run has no process, the run was killed.
 """
 
+import errno
 import faulthandler
 import fcntl
 import json
@@ -92,34 +93,19 @@ def read_status(out: Path) -> dict[str, Any]:
     return {}
 
 
-def read_status_of_done_run(out: Path) -> dict[str, Any]:
-    """Return the content of the directory's status.json if the run there has done all its steps, or else {}."""
-    entry = read_status(out)
-    return entry if entry.get("status") == NAMES[DONE] else {}
-
-
 def may_write_status(out: Path) -> bool:
     """Return whether the directory is new, or belongs to a run that is not done and that no process has locked. If so,
     a start that has failed before it had the lock may write its status there."""
     try:
         if not out.exists():
             return True
-        if not out.is_dir() or not ((out / STATUS).exists() or not any(out.iterdir())):
+        is_run = (out / STATUS).exists() or not any(out.iterdir())
+        if not is_run or read_status(out).get("status") == NAMES[DONE]:
             return False
-        if read_status_of_done_run(out):
-            return False
-        file = (out / files.LOCK).open("r+")
-    except FileNotFoundError:
-        return os.access(out, os.W_OK)
-    except OSError:  # a name that is too long, or a folder or lock file of another user
-        return False
-    with file:
-        try:
+        with (out / files.LOCK).open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # a file system without locks
+    except OSError as error:  # also a file, a name that is too long, or a folder of another user
+        return error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # a file system without locks
     return True
 
 
@@ -200,6 +186,12 @@ NAMES = {DONE: "done", STOPPED: "stopped"}
 LOST_RANK = "another rank has ended"
 CAUSES = (
     (
+        ("Unable to find address for",),
+        USER_ERROR,
+        "gloo cannot use a network interface ({}). Set the environment variable GLOO_SOCKET_IFNAME to an interface of "
+        "this host that `ip link` lists, or unset GLOO_SOCKET_IFNAME",
+    ),
+    (
         ("out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError"),
         USER_ERROR,
         "out of memory ({}). Lower train.max_tokens, use a ds_config with a higher ZeRO stage, or use more ranks. A "
@@ -270,17 +262,17 @@ class Status:
         """True once this run has the directory's lock."""
         self.step: int | None = None
         """The number of steps done; None before the first step of this start."""
-        self.done_before: dict[str, Any] = {}
-        """The content of status.json if the run was done before this start."""
+        self.before: dict[str, Any] = {}
+        """The content of status.json before this start."""
 
     def set_steps_done(self, step: int) -> None:
         """Set the number of steps done, which the next write of status.json has."""
         self.step = step
 
-    def write_running(self, done_before: dict[str, Any]) -> None:
-        """Note that this run has the directory's lock. done_before: see the field. All ranks call it."""
+    def write_running(self, before: dict[str, Any]) -> None:
+        """Note that this run has the directory's lock. before: see the field. All ranks call it."""
         self.has_lock = True
-        self.done_before = done_before
+        self.before = before
         if self.process.is_main:
             self._write("running", None, "")
 
@@ -289,7 +281,7 @@ class Status:
         that reason stays."""
         is_first = self.process.is_main
         if code not in NAMES and self.has_lock:
-            is_first = self._says_running()
+            is_first = read_status(self.out).get("status") == "running"
         if not is_first:
             return
         try:
@@ -299,10 +291,6 @@ class Status:
                 f"{self.out / STATUS} cannot be written ({error.strerror}), so this file does not say how the run ended"
             )
 
-    def _says_running(self) -> bool:
-        """Return whether no rank has written yet why it ended."""
-        return read_status(self.out).get("status") == "running"
-
     def record_failure(self, error: Exception) -> None:
         """Log an error that ends the run, and write it to status.json if `out` belongs to this run. If the run was done
         before, and the command is refused before its first step, such as for a wrong --fork, the run is still done."""
@@ -310,10 +298,10 @@ class Status:
         may_write = self.has_lock or (self.process.is_main and may_write_status(self.out))
         if not may_write or isinstance(error, DirectoryTaken):
             return
-        if type(error) is UserError and self.done_before and self.step is None:
+        if type(error) is UserError and self.before.get("status") == NAMES[DONE] and self.step is None:
             if self.process.is_main:
                 with suppress(OSError):
-                    self._write_entry(self.done_before)
+                    self._write_entry(self.before)
             return
         self.write_end(*exit_code_and_message(error))
 

@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
+from xscale.data.stream import Stream
 from xscale.deepspeed_private import set_learning_rate_by_scheduler
 from xscale.errors import LOG, ExitCode, UserError, indent_lines, redact
 from xscale.eval.in_training import check_eval_tasks
@@ -34,9 +34,6 @@ from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import set_learning_rate
-
-QUEUE_REPORT_SECONDS = 30.0
-"""The time between two lines about the queue that is filled before step 1."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,9 @@ def claim_folder(
         run_status.check_folder_is_free_or_own(
             out, run.identity, args.resume
         )  # the lock may have waited for another run
-        return run_status.read_status_of_done_run(out)
+        return run_status.read_status(out)
 
-    done_before = cpu_group.value_from_main(claim)
-    status.write_running(done_before)
+    status.write_running(cpu_group.value_from_main(claim))
     if not out.is_dir():
         raise UserError(
             f"--out {out} does not exist on {os.uname().nodename}, the host of rank {process.rank}. Choose a "
@@ -129,43 +125,43 @@ def set_up_training(
 ) -> tuple[Trainer, Iterator[StepBatch]]:
     """Write the run's config files, build the model and the engine, and load the checkpoint. Return the trainer and the
     batches of the steps after the checkpoint, or of all steps. With --resume DIR, later checkpoints are withdrawn."""
-    process = context.process
-    cpu_group = context.cpu_group
     recipe = run.recipe
     context.watch.note("estimating the number of tokens of the data")
-    calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, cpu_group)
+    calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, context.cpu_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
     if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
         module.encoder.has_new_head = checkpoint.has_new_head
     loader = Loader(recipe, run.corpus, calibration)
-    loader = resolve.fit_rows_into_gpu_memory(loader, module, run.config, run.hardware.memory, cpu_group, LOG.info)
-    if process.is_main:
+    loader = resolve.fit_rows_into_gpu_memory(
+        loader, module, run.config, run.hardware.memory, context.cpu_group, LOG.info
+    )
+    if context.process.is_main:
         write_config_files(args.out, run, loader, checkpoint)
     data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
-    plans = loader.plans(process, run.hardware.device, data_state, left, cpu_group)
+    plans = loader.plans(context.process, run.hardware.device, data_state, left, context.cpu_group)
     context.watch.note("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
-        load_engine(engine, checkpoint, cpu_group)
+        load_engine(engine, checkpoint, context.cpu_group)
         set_learning_rate_by_scheduler(engine)
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
             set_learning_rate(engine, recipe, checkpoint.step - 1)
-        if process.is_main and args.resume != "auto":
+        if context.process.is_main and args.resume != "auto":
             resume.withdraw_later_checkpoints(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
     LOG.info(f"xscale {code_version()}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
-        f"{process.world} rank(s) on {engine.device.type}, ZeRO stage {run.config.stage}, "
+        f"{context.process.world} rank(s) on {engine.device.type}, ZeRO stage {run.config.stage}, "
         f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:
-        warm_up_queues(engine.module, loader, process, engine.device, context.watch.note)
+        warm_up_queues(engine.module, loader, context.process, engine.device, context.watch.note)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
-    return trainer, loader.batches_of_plans(process, engine.device.type, plans)
+    return trainer, loader.batches_of_plans(context.process, engine.device.type, plans)
 
 
 def code_version() -> str:
@@ -213,14 +209,13 @@ def check_ranks_agree(
             )
 
 
-def prefill_loader_of_stream(loader: Loader, stream_name: str) -> Loader:
+def prefill_loader_of_stream(loader: Loader, stream: Stream) -> Loader:
     """Return a loader that has only this stream and reads its data in a different order: the new name changes the
     stream's random keys."""
-    name = f"{stream_name}.prefill"
-    (stream,) = (replace(stream, name=name) for stream in loader.last_streams if stream.name == stream_name)
-    recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
-    corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
-    correction = loader.calibration.streams.get(stream_name, Correction())
+    name = f"{stream.name}.prefill"
+    recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream.name]}, phases=())
+    corpus = replace(loader.corpus, streams=Schedule.constant([replace(stream, name=name)]))
+    correction = loader.calibration.streams.get(stream.name, Correction())
     calibration = Calibration(loader.calibration.lines, {name: correction})
     return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
@@ -231,15 +226,16 @@ def warm_up_queues(
     """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
     reads each stream's data in a different order than training does, and does not change the stream's position.
     note_progress: a function that gets what this rank is doing, as often as the rank makes progress."""
-    for name, auxiliary_state in module.auxiliary_states.items():
+    for stream in loader.last_streams:
+        name = stream.name
+        auxiliary_state = module.auxiliary_states.get(name)
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = prefill_loader_of_stream(loader, name)
+        warm_up = prefill_loader_of_stream(loader, stream)
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
         steps = 2 * -(-wanted // warm_up.last_streams[0].samples)
-        next_report = time.monotonic() + QUEUE_REPORT_SECONDS
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.last_streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
@@ -250,10 +246,7 @@ def warm_up_queues(
             have = auxiliary_state.enqueue_new_vectors()
             if have >= wanted:
                 break
-            note_progress(f"filling the queue of streams.{name}")
-            if time.monotonic() >= next_report:
-                LOG.info(f"streams.{name}: the queue has {have:,} of {wanted:,} sentence vectors")
-                next_report = time.monotonic() + QUEUE_REPORT_SECONDS
+            note_progress(f"filling the queue of streams.{name}, which has {have:,} of {wanted:,} sentence vectors")
         if have < wanted:
             LOG.warning(
                 f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "

@@ -7,6 +7,7 @@ collective or a lock.
 """
 
 import faulthandler
+import json
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -84,24 +85,6 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-class Beat(NamedTuple):
-    """What a rank has written about itself."""
-
-    text: str
-    """Which rank it is, and what it is doing."""
-    progress: tuple[int, int]
-    """The number of its step, and the number of its notes in this step."""
-    written_at: float
-    """The time at which the file was written, by the clock of the file system."""
-
-    @classmethod
-    def read(cls, path: Path) -> "Beat":
-        """Return the content of a rank's file. Raises OSError, or ValueError if it has another form."""
-        text, numbers = path.read_text().splitlines()
-        step, notes = numbers.split()
-        return cls(text, (int(step), int(notes)), path.stat().st_mtime)
-
-
 class Watch:
     """Records what this rank is doing, and ends the rank if it hangs."""
 
@@ -113,12 +96,8 @@ class Watch:
         self.stacks = stacks
         self.write_end = write_end
         self.doing = "starting"
-        self.marks = 0
-        """The number of calls of `note` so far, which shows the rank's progress."""
-        self.step = 0
-        """The number of the step in which this rank is."""
-        self.marks_before_step = 0
-        """The value of `marks` at the beginning of the step."""
+        self.progress = [0, 0]
+        """The number of the step in which this rank is, and the number of calls of `note` in this step."""
         self.clock = 0.0
         """The seconds of watching, without those in which this process was suspended, as by SIGSTOP or SLURM."""
         self.idle = 0.0
@@ -138,28 +117,27 @@ class Watch:
         """Record that the rank makes progress, and what it does next. The main thread calls this several times in each
         step."""
         self.doing = doing
-        self.marks += 1
+        self.progress[1] += 1
 
     def begin_step(self, number: int) -> None:
         """Record that the rank begins a step. Its notes are counted from here, because some ranks make more notes than
         others when they save."""
-        self.step = number
-        self.marks_before_step = self.marks
+        self.progress = [number, 0]
 
     def close(self) -> None:
         self.closed.set()
 
     def _watch(self) -> None:
         """Until `close`, check whether this rank makes progress."""
-        marks = self.marks
+        seen = [*self.progress]
         progress = 0.0
         checked = time.monotonic()
         while not self.closed.wait(self.pause):
             now = time.monotonic()
             self.clock += min(now - checked, 2 * self.pause)  # while the process was suspended, it has checked nothing
             checked = now
-            if self.marks != marks:
-                marks = self.marks
+            if self.progress != seen:
+                seen = [*self.progress]
                 progress = self.clock
             self.idle = self.clock - progress
             if self.idle >= self.limit:
@@ -180,9 +158,9 @@ class Watch:
             if is_due and self.process.world > 1:
                 path = self._beat_path(self.process.rank)
                 partial = path.with_name(path.name + files.PARTIAL)
-                notes = self.marks - self.marks_before_step
+                beat = {"doing": f"{self.name}, {self.doing}", "progress": self.progress}
                 with suppress(OSError):  # `out` may have been removed, and must not be made again
-                    partial.write_text(f"{self.name}, {self.doing}\n{self.step} {notes}\n")
+                    partial.write_text(json.dumps(beat))
                     os.replace(partial, path)
                     written_at = self.clock
             self.closed.wait(self.pause)
@@ -201,20 +179,20 @@ class Watch:
         if self.process.rank not in LISTENERS:
             return "logs/rank0.log may say for which rank this rank waits"
         silent = list[str]()
-        beats = list[Beat]()
+        beats = list[dict[str, Any]]()
         for rank in range(self.process.world):
             path = self._beat_path(rank)
             try:
-                beats.append(Beat.read(path))
+                beats.append(json.loads(path.read_text()) | {"written_at": path.stat().st_mtime})
             except (OSError, ValueError):
                 silent.append(path.stem)
-        newest = max((beat.written_at for beat in beats), default=0.0)
+        newest = max((beat["written_at"] for beat in beats), default=0.0)
         limit = self.first_warning / 2 + 3 * self.pause  # a rank at work writes every first_warning / 2
-        silent += [beat.text for beat in beats if newest - beat.written_at > limit]
+        silent += [beat["doing"] for beat in beats if newest - beat["written_at"] > limit]
         if silent:
             return f"no answer from {'; '.join(silent[:8])} (the process has stopped, or its machine has failed)"
-        least = min(beat.progress for beat in beats)
-        behind = [beat.text for beat in beats if beat.progress == least]
+        least = min(beat["progress"] for beat in beats)
+        behind = [beat["doing"] for beat in beats if beat["progress"] == least]
         if len(behind) == len(beats):
             return f"all ranks are at the same point; {self.stacks.parent}/rank*.beat say what each rank is doing"
         return f"waiting for {'; '.join(behind[:8])}"
