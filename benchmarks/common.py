@@ -69,7 +69,7 @@ class RecipeEngine:
     def __init__(self, loader: Loader, ds_config: Path):
         self.recipe = loader.recipe
         module = module_of_run(loader.recipe, loader.corpus)
-        self.formula = StepFlops.of(module)
+        self.formula = StepFlops(module.encoder, bool(module.streams_with_vectors()))
         config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_process())
         self.deepspeed = engine.build_engine(module, config.resolved)
 

@@ -237,7 +237,7 @@ def test_flops_of_whole_rows(demo: Path, recipe: str, row_count: int) -> None:
         for row_of_step, shared, seed in zip(rows, shared_of(module, rows, seeds), seeds, strict=True):
             compute_row_loss(module, row_of_step, shared, weights, seed)[0].backward()
     row_costs = {name: row_count * number for name, number in row.cost.items()}
-    found = cost.StepFlops.of(module).flops_by_purpose(row_costs, row_count)
+    found = cost.StepFlops(module.encoder, bool(module.streams_with_vectors())).flops_by_purpose(row_costs, row_count)
     assert set(found) == {"encoder", "attention", "head", "auxiliary", "vectors"}
     assert (found["vectors"] > 0) == (recipe in ("mixed", "word_contrast") and row_count > 1)
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)

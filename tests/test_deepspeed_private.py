@@ -57,8 +57,14 @@ def test_no_other_file_uses_a_private_part() -> None:
 
 def test_no_loss_scale_is_left() -> None:
     scaler = DynamicLossScaler(init_scale=1, scale_window=1, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
-    with pytest.raises(Exception, match="loss scale already at minimum"):  # step/zero.py looks for these words
+    with pytest.raises(Exception, match="loss scale already at minimum"):
         scaler.update_scale(True)
+    optimizer = type("Optimizer", (), {"loss_scaler": scaler})
+    private.skip_steps_at_smallest_loss_scale(
+        type("Engine", (), {"fp16_enabled": lambda: True, "optimizer": optimizer})
+    )
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 1
 
 
 def test_the_shared_memory_operator_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:

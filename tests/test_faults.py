@@ -208,7 +208,7 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None
         checkpoints.read_checkpoint(tmp_path)
     with pytest.raises(UserError, match=f"^{said}"):
         checkpoints.resolve_checkpoint(tmp_path)
-    with pytest.raises(UserError, match=f"^--resume {said}"):
+    with pytest.raises(UserError, match=f"^{said}"):
         find_own_checkpoint(tmp_path, str(tmp_path), CpuGroup(alone=True))
 
 

@@ -17,7 +17,6 @@ from tests import launch
 from tests.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES, import_objective
-from xscale.removed import QUEUE_METHODS
 from xscale.run.resolve import module_of_run, resolve_run
 from xscale.run.run_status import FAULT, exit_code_and_message
 
@@ -200,17 +199,3 @@ def test_a_state_is_told_the_number_of_steps(demo: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
     module_of_run(*resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]))
     assert state.steps == 7
-
-
-@pytest.mark.parametrize("name", QUEUE_METHODS)
-def test_a_queue_whose_method_has_an_old_name_is_refused(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """xscale would not call the method, and would train with an empty queue."""
-    methods = {new_name: print for new_name in QUEUE_METHODS.values()}
-    methods[name] = methods.pop(QUEUE_METHODS[name])
-    state = SimpleNamespace(steps=0, prefill_samples=9, **methods)
-    monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
-    named = rf"streams\.tlm: .*\.{name} is no longer part of xscale: rename the method to {QUEUE_METHODS[name]}"
-    with pytest.raises(UserError, match=named):
-        module_of_run(*resolve_run("tlm", ["data.workers=0"], [demo]))

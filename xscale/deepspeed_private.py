@@ -80,9 +80,7 @@ def drop_gradients(module: nn.Module) -> None:
 
 def is_bf16_optimizer(engine: Any) -> bool:
     """Return whether the engine uses BF16_Optimizer; it does at stage 1 in bf16 with gradients in fp32."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    return isinstance(engine.optimizer, BF16_Optimizer)
+    return hasattr(engine.optimizer, "bf16_groups")
 
 
 def weights_without_gradient(engine: Any) -> list[nn.Parameter]:
@@ -202,6 +200,13 @@ def disable_separate_overflow_check(engine: Any) -> None:
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2) and not is_bf16_optimizer(engine) and not optimizer.cpu_offload:
         optimizer.check_overflow = lambda partition_gradients=True: None
+
+
+def skip_steps_at_smallest_loss_scale(engine: Any) -> None:
+    """Let fp16 skip a step also at the smallest loss scale, where DeepSpeed would raise an error. Called once per
+    engine, and after its loss scale is restored."""
+    if engine.fp16_enabled():
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def set_global_norm(engine: Any, norm: Tensor) -> None:
@@ -338,7 +343,7 @@ def partitions_and_fragments(engine: Any) -> Iterator[tuple[Tensor, list[Fragmen
                 start += share
             yield flat, fragments
         return
-    bf16 = hasattr(optimizer, "bf16_groups")
+    bf16 = is_bf16_optimizer(engine)
     groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
     flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     for group, flat in zip(groups, flats, strict=True):
@@ -395,6 +400,7 @@ def restore_scale_schedule_and_counters(engine: Any, model_state: dict[str, Any]
     """Restore the loss scale, the state of the ds_config's scheduler, and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler
+        skip_steps_at_smallest_loss_scale(engine)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(model_state["lr_scheduler"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):

@@ -1,5 +1,4 @@
-"""Flags, recipe fields and commands of xscale 0.1 with what to use instead, Hugging Face's names of our fields, and new
-names of methods.
+"""Flags, recipe fields and commands of xscale 0.1 with what to use instead, and Hugging Face's names of our fields.
 
 An error names the substitute. What 0.1 had goes with 0.3. An entry is "key": "what to use instead".
 """
@@ -123,12 +122,6 @@ COMMANDS: dict[str, str] = {
 }
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 
-QUEUE_METHODS: dict[str, str] = {
-    "gather": "gather_new_vectors",
-    "finish_warmup": "enqueue_new_vectors",
-}
-"""Method of an auxiliary state with a queue (objectives/base.py HasQueue) -> its new name."""
-
 
 def removed_flag_error(word: str) -> str:
     """Return the error about a word of the command line that is a removed flag, such as --data_change=append, or ""."""
@@ -158,11 +151,3 @@ def removed_key_or_command_error(name: str) -> str:
     xscale.doctor, or ""."""
     substitute = CORPUS_KEYS.get(name) or COMMANDS.get(name)
     return f"{name} is no longer part of xscale: {substitute}" if substitute else ""
-
-
-def renamed_method_error(state: object) -> str:
-    """Return the error about a method of an auxiliary state with a queue that has a new name now, or ""."""
-    for name, new_name in QUEUE_METHODS.items():
-        if hasattr(state, "prefill_samples") and hasattr(state, name) and not hasattr(state, new_name):
-            return f"{type(state).__name__}.{name} is no longer part of xscale: rename the method to {new_name}"
-    return ""

@@ -64,15 +64,19 @@ def masked_cross_entropy(
     """
     if weights_M is None:
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
-    options = _Options(label_smoothing, z_loss, largest, torch.is_grad_enabled())
-    return LossAndCorrect(*_ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options))
-
-
-class _Options(NamedTuple):
-    label_smoothing: float
-    z_loss: float
-    largest: float
-    grad_enabled: bool
+    return LossAndCorrect(
+        *_ChunkedLoss.apply(
+            features_MH,
+            weight_VH,
+            bias_V,
+            labels_M,
+            weights_M,
+            label_smoothing,
+            z_loss,
+            largest,
+            torch.is_grad_enabled(),
+        )
+    )
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -84,30 +88,41 @@ class _ChunkedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_M: Tensor,
         weights_M: Tensor,
-        options: _Options,
+        label_smoothing: float,
+        z_loss: float,
+        largest: float,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs: list[Any] = [features_MH, weight_VH, bias_V]
         wide = torch.promote_types(features_MH.dtype, torch.float32)
         gradients = [
-            tensor.new_empty(tensor.shape, dtype=wide) if options.grad_enabled and needed else None
+            tensor.new_empty(tensor.shape, dtype=wide) if grad_enabled and needed else None
             for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
         ]
         weights_M = weights_M.to(wide)
-        losses_M, right_M = _losses_and_gradients(inputs, labels_M, weights_M, options, gradients)
+        losses_M, right_M = _losses_and_gradients(
+            inputs, labels_M, weights_M, label_smoothing, z_loss, largest, gradients
+        )
         ctx.save_for_backward(*gradients)
         ctx.dtype = features_MH.dtype
         ctx.mark_non_differentiable(losses_M, right_M)
-        return options.largest * (weights_M * losses_M).sum(), losses_M, right_M
+        return largest * (weights_M * losses_M).sum(), losses_M, right_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         totals = ctx.saved_tensors
-        return *(None if total is None else _scaled(total, d_loss, ctx.dtype) for total in totals), None, None, None
+        return *(None if total is None else _scaled(total, d_loss, ctx.dtype) for total in totals), *(None,) * 6
 
 
 def _losses_and_gradients(
-    inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, gradients: list[Tensor | None]
+    inputs: list[Any],
+    labels_M: Tensor,
+    weights_M: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    largest: float,
+    gradients: list[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
     features, weight and bias to `gradients`, except where an element of `gradients` is None."""
@@ -132,9 +147,9 @@ def _losses_and_gradients(
             else:
                 torch.addmm(bias_V[columns], *product, out=logits_CV[:, columns])
         factors_C = None if factors_M is None else factors_M[start:end]
-        arguments = logits_CV, labels_C, factors_C, options.label_smoothing, options.z_loss
+        arguments = logits_CV, labels_C, factors_C, label_smoothing, z_loss
         found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
-        _add_gradients(logits_CV, features_CH, weight_VH, options.largest / scale, gradients, start)
+        _add_gradients(logits_CV, features_CH, weight_VH, largest / scale, gradients, start)
     losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
     return losses_M, right_M
 

@@ -13,7 +13,7 @@ from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import skip_step
-from xscale.errors import LOG, ExitCode, NotFinite, UserError
+from xscale.errors import LOG, ExitCode, UserError
 from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
 from xscale.eval.in_training import make_task_functions
 from xscale.run.metrics import RunMetrics, UnreportedStep
@@ -52,7 +52,7 @@ class Trainer:
         self.done = self.data_state["step"]
         """The number of steps done."""
         context.status.set_steps_done(self.done)
-        self.flops = StepFlops.of(engine.module)
+        self.flops = StepFlops(engine.module.encoder, bool(engine.module.streams_with_vectors()))
         # The manager calls `published` at its first save, when self.evaluations exists.
         self.manager = CheckpointManager(
             engine,
@@ -131,20 +131,17 @@ class Trainer:
         every = self.recipe.train.measure_every
         # The first step measures, too, so that a lack of memory shows at once.
         measure = every > 0 and (number == 1 or number % every == 0)
-        try:
-            result = optimizer_step(
-                engine,
-                self.recipe,
-                agreed.batch.rows,
-                agreed.counts,
-                step=self.done,
-                rank=self.context.process.rank,
-                world=self.context.process.world,
-                measure=measure and keeps_whole_weights(engine),
-                vector_counts_of_ranks=agreed.vector_counts_of_ranks,
-            )
-        except NotFinite as error:  # all ranks raise it under fp16
-            self.metrics.raise_loss_scale_at_minimum(number, error, agreed.batch)
+        result = optimizer_step(
+            engine,
+            self.recipe,
+            agreed.batch.rows,
+            agreed.counts,
+            step=self.done,
+            rank=self.context.process.rank,
+            world=self.context.process.world,
+            measure=measure and keeps_whole_weights(engine),
+            vector_counts_of_ranks=agreed.vector_counts_of_ranks,
+        )
         metrics: dict[str, Any] = {
             "grad_norm": engine.get_global_grad_norm(),
             "lr": result.lr,

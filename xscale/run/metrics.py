@@ -298,12 +298,6 @@ class RunMetrics:
         if what:
             self.write_records_and_raise_not_finite(entry["step"], what, batch, finite)
 
-    def raise_loss_scale_at_minimum(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
-        """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
-        self.report_unreported_steps()
-        self.skipped_in_a_row += 1
-        self.write_records_and_raise_not_finite(number, f"the gradient ({error})", batch, finite=True)
-
     def write_records_and_raise_not_finite(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
         whether this rank's losses are finite."""

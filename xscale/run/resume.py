@@ -97,18 +97,11 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
 
 def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
-    path = out if resume == "auto" else Path(resume)
-    if resume != "auto" and (path / checkpoints.MANIFEST).exists():
-        return read_undamaged_checkpoint(path, "--resume", cpu_group)
-    if resume == "auto" or (path / "checkpoints").is_dir():
-        path /= "checkpoints"
+    if resume != "auto":
+        return read_undamaged_checkpoint(checkpoints.resolve_checkpoint(Path(resume)), "--resume", cpu_group)
+    path = out / "checkpoints"
     if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
         return checkpoint
-    if resume != "auto":
-        raise UserError(
-            f"--resume {resume} is not a checkpoint (a folder step_N with the file {checkpoints.MANIFEST}), and has no "
-            "undamaged checkpoint. Use a checkpoint, or a run with a checkpoint"
-        )
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(

@@ -206,10 +206,6 @@ class StepFlops:
         self.has_vectors = has_vectors
         self.peak = gpu_peak_flops()
 
-    @classmethod
-    def of(cls, module: StepModule) -> "StepFlops":
-        return cls(module.encoder, bool(module.streams_with_vectors()))
-
     def flops_by_purpose(self, cost: Mapping[str, int], rows: int) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. rows: the number
         of packed rows on all ranks."""

@@ -47,6 +47,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
         raise UserError(f"DeepSpeed refuses the ds_config: {error}. Correct the file of --ds_config") from error
     private.disable_separate_overflow_check(engine)
+    private.skip_steps_at_smallest_loss_scale(engine)
     private.set_stage_3_padding_to_zero(engine)
     if encoder := getattr(module, "encoder", None):
         register_weights_read_directly(engine, encoder.lm.get_output_embeddings().parameters())

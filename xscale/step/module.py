@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.data.packed_row import Row
-from xscale.errors import UserError, adding_note
+from xscale.errors import adding_note
 from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
-from xscale.removed import renamed_method_error
 
 Weights = dict[MetricKey, float]
 """The factor of a term's sum over targets in the loss of the step, by `loss_key`."""
@@ -90,10 +89,6 @@ class StepModule(nn.Module):
             if heads is not None:
                 self.heads[name] = heads
             if auxiliary_state is not None:
-                if problem := renamed_method_error(auxiliary_state):
-                    raise UserError(
-                        f"streams.{name}: the auxiliary state of the objective {stream.objective}: {problem}"
-                    )
                 self.auxiliary_states[name] = auxiliary_state
                 if hasattr(auxiliary_state, "steps"):
                     auxiliary_state.steps = recipe.train.steps

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from xscale import deepspeed_private as private
-from xscale.errors import NotFinite
 
 
 def zero_stage(ds_config: dict[str, Any]) -> int:
@@ -104,8 +103,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
 def update_weights_if_finite(engine: Any) -> bool:
     """Update the weights unless the reduced gradient is not finite. Returns True if the weights have changed.
 
-    At stages 1 to 3, DeepSpeed checks the gradient; at stage 0, this function does. Raises NotFinite if fp16 has no
-    smaller loss scale left.
+    At stages 1 to 3, DeepSpeed checks the gradient; at stage 0, this function does.
     """
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
@@ -115,12 +113,7 @@ def update_weights_if_finite(engine: Any) -> bool:
             private.skip_step(engine)
             return False
     skipped = engine.skipped_steps
-    try:
-        engine.step()
-    except Exception as error:
-        if "loss scale already at minimum" not in str(error):
-            raise
-        raise NotFinite(str(error)) from None
+    engine.step()
     return engine.skipped_steps == skipped
 
 
