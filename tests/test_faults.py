@@ -197,7 +197,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     said = rf"^{manifest.parent} is not a usable checkpoint\. {manifest}: the (key|content) [^.]*\. {remedy}$"
     with pytest.raises(UserError, match=said):
         checkpoints.read_checkpoint(manifest.parent)
-    said = rf"^--resume: checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
+    said = rf"^checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
     with pytest.raises(UserError, match=said):
         find_own_checkpoint(run, str(manifest.parent), CpuGroup())
 

@@ -38,13 +38,6 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def set_environment_by_mpi(port: int) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
-    from deepspeed.comm.comm import mpi_discovery
-
-    mpi_discovery(distributed_port=port, verbose=False)
-
-
 def compile_operator(builder: str) -> None:
     """Compile and load an operator. Debugging information is left out, because g++ would take twice as long with it.
     builder: "CPUAdamBuilder" or "FusedAdamBuilder"."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.deepspeed_private import disable_shared_memory_op, set_environment_by_mpi
+from xscale.deepspeed_private import disable_shared_memory_op
 from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
@@ -72,10 +72,10 @@ def read_launcher_and_set_environment(may_be_alone: bool = False) -> Process:
 
 
 def process_of_mpi() -> Process:
-    """Return this process's rank as DeepSpeed discovers it by mpi4py. All ranks call it together. Raises UserError."""
+    """Return this process's rank by mpi4py, and set MASTER_ADDR and MASTER_PORT unless they are set. All ranks call it
+    together. Raises UserError."""
     env = os.environ
     expected = env_number("OMPI_COMM_WORLD_SIZE", env_number("PMI_SIZE", 1))
-    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -90,11 +90,13 @@ def process_of_mpi() -> Process:
             "mpi4py was built for another MPI. Build mpi4py for the MPI of this mpirun by `pip install --no-binary "
             "mpi4py mpi4py`"
         )
-    set_environment_by_mpi(DEFAULT_PORT)
-    local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
+    of_host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
+    process = Process(communicator.Get_rank(), expected, of_host.Get_rank(), of_host.Get_size())
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True).stdout
+    env.setdefault("MASTER_ADDR", communicator.bcast(addresses).split()[0])
+    env.setdefault("MASTER_PORT", str(DEFAULT_PORT))
     MPI.Finalize()  # ranks talk by NCCL or gloo, and without MPI, mpirun notices a rank that fails
-    env.update(chosen)
-    return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
+    return process
 
 
 def check_process_is_alone() -> None:

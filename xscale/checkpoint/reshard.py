@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from xscale import deepspeed_private as private
@@ -58,13 +57,11 @@ class SavedPartitions:
     """The weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it is
     first needed, and only the elements that `read_elements` returns are read from disk."""
 
-    def __init__(self, path: Path, names: list[str], rank_fraction: float, new_heads: Collection[str] = ()):
-        """Open one of the files, which has the places of all parameters.
+    def __init__(self, path: Path, names: list[str], new_heads: Collection[str] = ()):
+        """Open the first file, which has the places of all parameters.
 
-        names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
-        number of ranks. The file at this fraction of the list of files is opened, because it probably has slices that
-        this rank needs. new_heads: those of `names` that have parameter groups of their own, see
-        parameter_groups_by_decay.
+        names: the names of the module's parameters, in their order. new_heads: those of `names` that have parameter
+        groups of their own, see parameter_groups_by_decay.
         """
         self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
@@ -73,8 +70,7 @@ class SavedPartitions:
         self.places: dict[str, SavedPlace] = {}
         if self.files:
             # Not the last file: its slice has no padding, so it may be shorter than the others.
-            number = min(int(rank_fraction * len(self.files)), len(self.files) - 2)
-            self.scaler, self.like = self._fill_places_from_partition(max(number, 0))
+            self.scaler, self.like = self._fill_places_from_partition(0)
         else:
             self.scaler = None
             self.like = self._fill_places_from_whole_weights(names, new_heads)
@@ -134,9 +130,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
     together."""
     names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}
     base = private.torch_optimizer(engine)
-    saved = SavedPartitions(
-        path, [*names.values()], dist.get_rank() / dist.get_world_size(), parameter_names_with_head_lr(engine.module)
-    )
+    saved = SavedPartitions(path, [*names.values()], parameter_names_with_head_lr(engine.module))
     fused = any(group.get("fused") for group in base.param_groups)
     with private.changing_flat_weights(engine):
         for flat, fragments in private.partitions_and_fragments(engine):

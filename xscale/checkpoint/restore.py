@@ -20,7 +20,6 @@ from xscale.deepspeed_private import (
     partition_paths,
     weights_and_states_of_stage_0,
 )
-from xscale.errors import UserError
 from xscale.models.build import dropout_fields, load_pretrained, set_neutral_token_type_to_mean
 from xscale.ranks import CpuGroup
 
@@ -78,11 +77,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     that of the checkpoint. All ranks call it together. Raises UserError."""
     path = store.resolve_checkpoint(Path(path))
     cpu_group = CpuGroup()
-    problem = store.find_damage(path, cpu_group)
-    if problem:
-        raise UserError(
-            f"checkpoint {path} is damaged ({problem}). Restore the checkpoint from a copy, or use another checkpoint"
-        )
+    store.read_undamaged_checkpoint(path, cpu_group)
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))

@@ -100,6 +100,16 @@ def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
     return None
 
 
+def read_undamaged_checkpoint(path: Path, cpu_group: CpuGroup) -> Checkpoint:
+    """Return the checkpoint in a directory. Raises UserError if it is damaged. All ranks call it together."""
+    if problem := find_damage(path, cpu_group):
+        raise UserError(
+            f"checkpoint {path} is damaged ({problem}). Use another checkpoint, such as an earlier folder step_N in "
+            f"{path.parent}"
+        )
+    return read_checkpoint(path)
+
+
 def step_from_name(path: Path) -> int:
     """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
@@ -183,11 +193,7 @@ def read_manifest(path: Path) -> Checkpoint:
                 f"the key `{key}` shows that another version of xscale wrote the checkpoint. Continue the run with "
                 "that version, or export the model with that version and set model.init to the exported model"
             )
-    checkpoint = Checkpoint(path.parent, **manifest)
-    step = checkpoint.state.get("step")
-    if step != checkpoint.step:
-        raise ValueError(f"the key `state` has the step {step}, but the key `step` has {checkpoint.step}")
-    return checkpoint
+    return Checkpoint(path.parent, **manifest)
 
 
 # Publishing

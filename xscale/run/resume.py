@@ -85,7 +85,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
                 f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
-        checkpoint = read_undamaged_checkpoint(find_fork_checkpoint(args.fork), "--fork", cpu_group)
+        checkpoint = checkpoints.read_undamaged_checkpoint(find_fork_checkpoint(args.fork), cpu_group)
         if differences := run_status.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
@@ -98,7 +98,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
 def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     if resume != "auto":
-        return read_undamaged_checkpoint(checkpoints.resolve_checkpoint(Path(resume)), "--resume", cpu_group)
+        return checkpoints.read_undamaged_checkpoint(checkpoints.resolve_checkpoint(Path(resume)), cpu_group)
     path = out / "checkpoints"
     if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
         return checkpoint
@@ -110,16 +110,6 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
             "the run again at step 1"
         )
     return None
-
-
-def read_undamaged_checkpoint(path: Path, option: str, cpu_group: CpuGroup) -> Checkpoint:
-    """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
-    if problem := checkpoints.find_damage(path, cpu_group):
-        raise UserError(
-            f"{option}: checkpoint {path} is damaged ({problem}). Use another checkpoint, such as an earlier folder "
-            f"step_N in {path.parent}"
-        )
-    return checkpoints.read_checkpoint(path)
 
 
 def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:

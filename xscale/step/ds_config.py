@@ -189,15 +189,10 @@ def resolve_ds_config(
     resolved = copy.deepcopy(config)
     problems = list[str]()
     # For DeepSpeed, a step is one pass of each rank, for any number of rows.
-    sizes_of_rank = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    sizes = sizes_of_rank | {"train_batch_size": world}
-    is_of_run = resolved | sizes_of_rank == resolved  # ds_config.json of a run has these sizes
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, size in sizes.items():
-        written = resolved.get(key, AUTO)
-        if written not in (AUTO, size) and is_of_run:
-            problems.append(f'{key} = {written}: this run has {world} ranks. Write "auto" in place of this number')
-        elif written != AUTO and not is_of_run:
-            problems.append(f"{key} = {written}: {ROWS}")
+        if resolved.get(key, AUTO) not in (AUTO, size):  # ds_config.json of a run on as many ranks has these sizes
+            problems.append(f"{key} = {resolved[key]}: {ROWS}")
         resolved[key] = size
     clipping = {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)}
     fill_section(resolved, "", clipping, problems)
