@@ -175,13 +175,9 @@ def read_manifest(path: Path) -> Checkpoint:
     """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"the file cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"the content is not JSON ({error})") from None
-    if not isinstance(manifest, dict):
-        raise ValueError("the content is not a JSON object")
-    if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the content cannot be read ({error})") from None
+    if not isinstance(manifest, dict) or manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
         raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")
     kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
     for key, kind in {"step": int, "world_size": int, **kinds}.items():

@@ -193,8 +193,10 @@ def find_fork_checkpoint(fork: str) -> Path:
     complete = checkpoints.list_checkpoints(path.parent)
     if path not in complete:
         steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
-        remedy = f"The run has complete checkpoints of the steps {steps}" if steps else "Choose a run with a checkpoint"
-        raise UserError(f"--fork {fork}: there is no complete checkpoint {path}. {remedy}")
+        raise UserError(
+            f"--fork {fork}: there is no complete checkpoint {path}. Choose one of the complete checkpoints in "
+            f"{path.parent}, which are of the steps: {steps or 'none'}"
+        )
     return path
 
 

@@ -145,13 +145,10 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     """Raise UserError on all ranks if a step has no targets."""
     if any(count for key, count in agreed.counts.items() if key.name == "count"):
         return
-    count = agreed.too_long_pairs()
-    if not count or recipe.data.overlong == "truncate":
-        raise UserError(f"step {step} has no tokens to predict. Set more samples per step (streams.NAME.samples)")
     raise UserError(
-        f"step {step} has no tokens to predict: {count:,} of its pairs are longer than data.max_length "
-        f"({recipe.data.max_length} tokens), and the run leaves out such pairs. Set a larger data.max_length, "
-        "data.overlong=truncate, or more samples per step"
+        f"step {step} has no tokens to predict: {agreed.too_long_pairs():,} of its pairs are longer than "
+        f"data.max_length ({recipe.data.max_length} tokens). Set more samples per step (streams.NAME.samples). If the "
+        "run leaves out long pairs, set a larger data.max_length or data.overlong=truncate"
     )
 
 

@@ -207,12 +207,10 @@ def resolve_ds_config(
     if problems:
         raise UserError(f"--ds_config {path} cannot be used, for these reasons:\n" + indent_lines(problems))
     if not hardware.supports(precision):
-        field = "train.precision"
-        if recipe.train.precision == AUTO:
-            field = f"{precision}.enabled of --ds_config {path}"
         raise UserError(
-            f"{field} asks for {precision}, which this {hardware.device} device does not support. Set {field} to "
-            '"auto", so that the run trains in a precision that the device supports, or use another device'
+            f"this {hardware.device} device does not support {precision}, for which train.precision or "
+            f'{precision}.enabled of --ds_config {path} asks. Set the one that does to "auto", so that the run trains '
+            "in a precision that the device supports, or use another device"
         )
     if precision != "fp32" and zero_stage(resolved) == 0:
         raise UserError(
