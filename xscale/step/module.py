@@ -163,7 +163,7 @@ class StepModule(nn.Module):
                 predictions.append((stream, prediction))
             for term, value in losses.sums.items():
                 weight = weights[loss_key(stream, term)]
-                if weight:  # 0 in evaluations, and while the gradient of another stream is measured
+                if weight:  # 0 in evaluations
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
