@@ -75,7 +75,7 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     )
     shutil.rmtree(own)
     (parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt").rename(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"--fork: .*mp_rank_00_model_states.pt is missing"):
+    with pytest.raises(UserError, match=r"^checkpoint .*mp_rank_00_model_states.pt is missing"):
         begin(demo, tmp_path / "new", f"{parent}@9")
     (tmp_path / "gone").rename(parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt")
     with pytest.raises(SystemExit):
