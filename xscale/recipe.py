@@ -417,17 +417,6 @@ class Recipe:
         return fields
 
 
-def with_steps_of_epochs(recipe: Recipe, pairs_of_epoch: int, pairs_of_step: int) -> Recipe:
-    """Return the recipe with train.steps computed from train.epochs. Raises UserError."""
-    assert recipe.train.epochs
-    steps = math.ceil(round(recipe.train.epochs * pairs_of_epoch / pairs_of_step, 6))
-    problems = list[str]()
-    train = read_section(TrainConfig, dataclasses.asdict(recipe.train) | {"steps": steps}, "train", problems)
-    if problems:
-        raise UserError("\n".join(problems))
-    return dataclasses.replace(recipe, train=train)
-
-
 def default_values(cls: Any) -> dict[str, Any]:
     """Return the defaults of a section, or of the options of an objective. Fields without a default are left out."""
     return {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
@@ -617,13 +606,16 @@ def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[st
 
 def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return a copy of the tree with the fields of a phase."""
-    allowed = fields_that_phases_may_change(recipe)
+    allowed = list(IN_PHASES)
+    for name, stream in recipe.streams.items():
+        for field in (*STREAM_IN_PHASES, *getattr(stream.options, "in_phases", ())):
+            allowed.append(f"streams.{name}.{field}")
     tree = copy.deepcopy(tree)
     for name, value in fields.items():
         if name not in ("until", *allowed):
             problems.append(
                 removed_field_error(name)
-                or f"{name}: a phase cannot change this field. A phase can change {', '.join(allowed)}"
+                or f"{name}: a phase cannot change this field. A phase can change {', '.join(sorted(allowed))}"
             )
         elif name not in ("until", "data.languages_add"):
             set_field(tree, name, value)
@@ -637,15 +629,6 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
                 "data.languages_add: the value must be a list of languages, and the recipe must set data.languages"
             )
     return tree
-
-
-def fields_that_phases_may_change(recipe: Recipe) -> list[str]:
-    """Return the dotted names of the fields that a phase of the recipe may change."""
-    names = list(IN_PHASES)
-    for name, stream in recipe.streams.items():
-        for field in (*STREAM_IN_PHASES, *getattr(stream.options, "in_phases", ())):
-            names.append(f"streams.{name}.{field}")
-    return sorted(names)
 
 
 # Checks of types and ranges, by pydantic

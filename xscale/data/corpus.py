@@ -1,7 +1,8 @@
 """The corpus of a run: its sources, tokenizer, dictionaries and streams. They are checked before the model is built."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import exists_or_is_hub_name, map_in_threads
 from xscale.ranks import CpuGroup
-from xscale.recipe import Objectives, Recipe, Schedule, with_steps_of_epochs
+from xscale.recipe import Objectives, Recipe, Schedule, TrainConfig, read_section
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of these files."""
@@ -98,24 +99,21 @@ def open_corpus(
     unify_language_names(all_sources)
     sources = keep_first_records_per_language(all_sources, recipe.data.first)
     check_file_sizes(sources, cpu_group)
-    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, cpu_group))
-    streams = with_sources_of_all_phases(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
     check_tokenizer_of_init(recipe, init, tokenizer)
     lexicons = load_lexicons(recipe, tokenizer, sources, near)
-    with_lexicons = list[Sequence[Stream]]()
-    for phase, phase_streams in zip(recipe.schedule.values, streams.values, strict=True):
-        with_lexicons.append([add_lexicons(stream, phase, lexicons) for stream in phase_streams])
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, lexicons, cpu_group))
+    streams = with_sources_of_all_phases(without_idle, sources)
     trained_paths = set[Path]()
-    for stream in chain(*with_lexicons):
+    for stream in chain(*streams.values):
         trained_paths.update(lexicon.path for lexicon in stream.lexicons)
     trained = [lexicon for lexicon in lexicons if lexicon.path in trained_paths]
     measured = [lexicon for lexicon in lexicons if lexicon.path not in trained_paths]
     return Corpus(
         sources,
         tokenizer,
-        Schedule(streams.ends, tuple(with_lexicons)),
+        streams,
         sorted(languages_of(sources)),
         lexicons=tuple(trained),
         measured=tuple(measured),
@@ -149,8 +147,14 @@ def check_file_sizes(sources: list[Source], cpu_group: CpuGroup) -> None:
 # Streams
 
 
-def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], cpu_group: CpuGroup) -> list[Stream]:
-    """Return the streams of a recipe, without their dictionaries. Raises UserError."""
+def build_streams(
+    recipe: Recipe,
+    objectives: Objectives,
+    sources: list[Source],
+    lexicons: tuple[Lexicon, ...],
+    cpu_group: CpuGroup,
+) -> list[Stream]:
+    """Return the streams of a recipe. Raises UserError."""
     streams = list[Stream]()
     check_languages_have_text(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
@@ -159,10 +163,23 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source],
         if objective.needs == "links":
             # One rank does it, because it reads a record of each source whose index.json has no `linked`.
             chosen = cpu_group.value_from_main(partial(select_sources_with_word_links, name, chosen, sources))
-        streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
             raise UserError(f"streams.{name}.{problem}")
+        stream_lexicons: tuple[Lexicon, ...] = ()
+        if objective.needs == "lexicon":
+            stream_lexicons = select_lexicons(name, recipe, lexicons)
+        streams.append(
+            Stream(
+                name,
+                objective,
+                stream.options,
+                chosen,
+                stream.samples,
+                lexicons=stream_lexicons,
+                objective_name=stream.objective,
+            )
+        )
     return streams
 
 
@@ -189,7 +206,12 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
         raise UserError(
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
         )
-    return with_steps_of_epochs(recipe, stream.record_count(corpus.sources), stream.samples)
+    steps = math.ceil(round(recipe.train.epochs * stream.record_count(corpus.sources) / stream.samples, 6))
+    problems = list[str]()
+    train = read_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)
+    if problems:
+        raise UserError("\n".join(problems))
+    return replace(recipe, train=train)
 
 
 # Word links
@@ -239,35 +261,27 @@ def load_lexicons(
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
-def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> Stream:
-    """Return the stream with the dictionaries that its objective reads, without withheld entries. recipe: the recipe of
-    the stream's phase. Raises UserError if the dictionaries have no entry."""
-    if stream.objective.needs != "lexicon":
-        return stream
-    languages = recipe.streams[stream.name].languages
-    if languages is None:
-        languages = recipe.data.languages
-    read = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
-    without = tuple(without_withheld(lexicon, recipe.data.lexicon_heldout) for lexicon in read)
-    if not any(lexicon.words for lexicon in without):
+def select_lexicons(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> tuple[Lexicon, ...]:
+    """Return the dictionaries that a stream reads, without withheld entries: those of which it lists both languages. A
+    stream of a single language reads all dictionaries of that language. recipe: that of the stream's phase. Raises
+    UserError if the dictionaries have no entry."""
+    languages = recipe.streams[stream].languages or recipe.data.languages
+    selected = list[Lexicon]()
+    for lexicon in lexicons:
+        if (
+            languages is None
+            or lists_language_or_pair(languages, lexicon.langs)
+            or (len(languages) == 1 and languages_meant(languages[0], lexicon.langs))
+        ):
+            selected.append(without_withheld(lexicon, recipe.data.lexicon_heldout))
+    if not any(lexicon.words for lexicon in selected):
         available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
         raise UserError(
-            f"streams.{stream.name} needs a dictionary of its languages ({', '.join(languages or ['all'])}), but "
+            f"streams.{stream} needs a dictionary of its languages ({', '.join(languages or ['all'])}), but "
             f"no dictionary of the run (files: {available}) has entries in these languages. Set "
             "data.lexicons=[PATH/en-de.txt], or put a dictionary into the folder lexicon/ beside the shards"
         )
-    return replace(stream, lexicons=without)
-
-
-def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Return whether a stream reads the dictionary. languages: the languages of the stream; None: all. A stream reads
-    the dictionaries of which it lists both languages. A stream of a single language reads all dictionaries of that
-    language."""
-    if languages is None:
-        return True
-    return lists_language_or_pair(languages, lexicon.langs) or (
-        len(languages) == 1 and bool(languages_meant(languages[0], lexicon.langs))
-    )
+    return tuple(selected)
 
 
 # The tokenizer
