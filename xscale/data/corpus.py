@@ -53,7 +53,7 @@ class Corpus:
     @property
     def language_ids(self) -> dict[str, int]:
         """The number of each language, from 1 on."""
-        return {language: number for number, language in enumerate(self.languages, start=1)}
+        return dict(zip(self.languages, range(1, len(self.languages) + 1), strict=True))
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be the same when a run resumes."""
