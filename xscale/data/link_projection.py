@@ -60,11 +60,7 @@ def project_links(
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
         word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
-        overlapped = list[list[int]]()
-        for characters_of_word in characters:
-            numbers = word_of_char[characters_of_word]
-            overlapped.append(np.unique(numbers[numbers >= 0]).tolist())
-        words.append(overlapped)
+        words.append(overlapped_words(characters, word_of_char))
     kept = set[Link]()
     dropped = 0
     for i, j in parse_pharaoh(links, (len(words[0]), len(words[1]))):
@@ -80,3 +76,14 @@ def project_links(
 def characters_between_spaces(text: str) -> list[list[int]]:
     """Return the indices of the characters of each word of a text that has been divided at spaces and tabs."""
     return [list(range(*match.span())) for match in LINK_WORD.finditer(text)]
+
+
+def overlapped_words(characters_of_words: list[list[int]], word_of_char: np.ndarray) -> list[list[int]]:
+    """Return the numbers of the words of a text that each of other words overlaps. characters_of_words: the indices of
+    the characters of each of the other words. word_of_char: the number of the word to which each character of the text
+    belongs; negative if it belongs to none."""
+    words = list[list[int]]()
+    for characters in characters_of_words:
+        numbers = word_of_char[characters]
+        words.append(np.unique(numbers[numbers >= 0]).tolist())
+    return words

@@ -93,9 +93,7 @@ class EpochOrder:
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Each window gets one of every `windows` consecutive shards, so that it has all topics and lengths of a sorted
         # source.
-        windows_by_records = int(counts.sum()) // window
-        windows_by_shards = -(-len(counts) // WINDOW_SHARDS)
-        windows = min(max(windows_by_records, windows_by_shards, 1), len(counts))
+        windows = window_count(counts, window)
         number = np.arange(len(counts))
         shuffled = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
         self.window_shards = [shuffled[first::windows] for first in range(windows)]
@@ -221,6 +219,15 @@ def shuffle_and_pack_text_with_room_changes(
         order = np.append(order[:done], left[left_order])
         sample_ends = np.append(sample_ends[sample_ends <= done], left_ends + done)
     return order, sample_ends
+
+
+def window_count(records_of_shards: np.ndarray, wanted_records: int) -> int:
+    """Return the number of windows of a source. records_of_shards: the number of records of each shard [n_shards].
+    wanted_records: the wanted number of records of a window."""
+    shards = len(records_of_shards)
+    windows_by_records = int(records_of_shards.sum()) // wanted_records
+    windows_by_shards = -(-shards // WINDOW_SHARDS)
+    return min(max(windows_by_records, windows_by_shards, 1), shards)
 
 
 def shuffle_and_pack_text(

@@ -83,27 +83,19 @@ class Row:
         """Return the sequences and states of several auxiliary rows as one row, in the order of the rows."""
         if len(rows) == 1:
             return rows[0]
+        tokens = list[Tokens]()
         places = list[np.ndarray]()
         gathers = list[Gather]()
         first_token = 0
         first_place = 0
         for row in rows:
+            tokens.append(row.tokens)
             places.append(row.places + first_token)
             gathers.append(row.gather.shift(first_place))
             first_token += len(row.tokens.input_ids)
             first_place += len(row.places)
-        input_ids, positions, types, _, lengths, longest = zip(*(row.tokens for row in rows), strict=True)
-        lengths_B = np.concatenate(lengths)
-        tokens = Tokens(
-            np.concatenate(input_ids),
-            np.concatenate(positions),
-            None if types[0] is None else np.concatenate(types),
-            offsets_from_counts(lengths_B),
-            lengths_B,
-            max(longest),
-        )
         gather = Gather.concat(gathers)
-        return Row(tokens, np.concatenate(places), gather, gather.transpose(first_place))
+        return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place))
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its arrays as tensors on the device. Tokens.lengths becomes a tensor on the host.
@@ -135,11 +127,7 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     of it."""
     parts = list(stream_batches.values())
     tokens, row_indices = lay_out_longest_first(parts, id_if_empty)
-    gathers = list[Gather]()
-    for part, row_index in zip(parts, row_indices, strict=True):
-        for part_states in part.states.values():
-            gathers.append(Gather(part_states.offsets, row_index[part_states.columns]))
-    states = Gather.concat(gathers)  # its columns are tokens of the row
+    states = join_gathers(parts, row_indices)  # its columns are tokens of the row
     places, place_of_column = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, place_of_column.astype(np.int32))  # its columns are indices of `places`
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
@@ -193,6 +181,15 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     )
 
 
+def join_gathers(stream_batches: Sequence[StreamBatch], row_indices: Sequence[np.ndarray]) -> Gather:
+    """Return the states of all stream batches. row_indices: the index in the row of each token of each stream batch."""
+    gathers = list[Gather]()
+    for stream_batch, row_index in zip(stream_batches, row_indices, strict=True):
+        for states in stream_batch.states.values():
+            gathers.append(Gather(states.offsets, row_index[states.columns]))
+    return Gather.concat(gathers)
+
+
 def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:
     """Return the tokens of all sequences, longest sequence first, and for each stream batch the index of each of its
     tokens in the row. A row without any token gets one sequence, twice the token `id_if_empty`."""
@@ -238,6 +235,15 @@ def concatenate_and_reorder(parts: list[np.ndarray], new_index: np.ndarray) -> n
     row = np.empty(len(new_index), dtype=np.int64)
     row[new_index] = np.concatenate(parts)
     return row
+
+
+def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Return the sequences of all parts, in their order."""
+    input_ids, positions, types, _, part_lengths, longest = zip(*parts, strict=True)
+    joined_types = None if types[0] is None else np.concatenate(types)
+    lengths = np.concatenate(part_lengths)
+    starts = offsets_from_counts(lengths)
+    return Tokens(np.concatenate(input_ids), np.concatenate(positions), joined_types, starts, lengths, max(longest))
 
 
 def row_cost(stream_batches: Sequence[StreamBatch], tokens_read: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:

@@ -138,11 +138,7 @@ def write_sentence_transformers_files(
         return
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
-        # The means leave [CLS] and [SEP] out. Each row of the embedding table needs an entry.
-        tokenizer = Tokenizer(export_folder)
-        vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(config.vocab_size)))]
-        weights = {vocabulary[tokenizer.cls_id]: 0.0, vocabulary[tokenizer.sep_id]: 0.0}
-        configs["0_WordWeights"] = {"vocab": vocabulary, "word_weights": weights, "unknown_word_weight": 1.0}
+        configs["0_WordWeights"] = word_weights_config(Tokenizer(export_folder), config.vocab_size)
     configs["1_Pooling"] = {
         "word_embedding_dimension": config.hidden_size,
         "pooling_mode_cls_token": vectors.pooling == "cls",
@@ -172,6 +168,14 @@ def copy_modules(source: Path, export_folder: Path) -> None:
     for path in (source / PROMPTS, source / first["path"] / LENGTH):
         if path.exists():
             shutil.copyfile(path, export_folder / path.name)
+
+
+def word_weights_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. vocab_size: that of
+    the model's configuration, because each row of the embedding table needs an entry."""
+    vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(vocab_size)))]
+    weights = {vocabulary[tokenizer.cls_id]: 0.0, vocabulary[tokenizer.sep_id]: 0.0}
+    return {"vocab": vocabulary, "word_weights": weights, "unknown_word_weight": 1.0}
 
 
 def write_json(path: Path, content: Any) -> None:
