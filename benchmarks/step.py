@@ -34,10 +34,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import DataCollatorForLanguageModeling
 from transformers.utils import logging as transformers_logging
 
-from data_tools.words import split_words_and_symbols
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
+from xscale.data.words import split_words_and_symbols
 from xscale.models.encoder import HEADS
 from xscale.record import Record
 from xscale.run.resolve import module_of_run

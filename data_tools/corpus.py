@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xscale.data.scripts import choose_language_names, short_code
+from xscale.data.scripts import choose_language_names, spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.removed import removed_key_or_command_error
@@ -322,13 +322,6 @@ class Corpus(Strict):
     def groups(self) -> list[tuple[str, ...]]:
         """Return the languages of each group of sources, sorted."""
         return sorted({source.group for source in self.sources})
-
-
-def spelling_key(lang: str) -> str:
-    """Return a key that is the same for names of a language that differ in case, in "-" and "_", or in the length of
-    the code."""
-    _, *tags = re.split("[-_]", lang.lower())
-    return "-".join([short_code(lang), *tags])
 
 
 def is_tar_location(shards: str) -> bool:

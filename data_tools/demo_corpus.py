@@ -18,12 +18,12 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.link_projection import Link, format_pharaoh, parse_pharaoh
+from xscale.data.words import split_words_and_symbols
 
 from . import prepare
 from .command import check_new_folder, run
 from .demo_world import FIRST_YY, WRITTEN, World
 from .steps import write_lines
-from .words import split_words_and_symbols
 
 HELDOUT = 1000
 CORPUS = """\

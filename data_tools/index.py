@@ -41,7 +41,6 @@ from xscale.record import Record, Shard, is_sample_member, parse_json, parse_tar
 
 from .command import run
 from .engine import worker_pool
-from .words import drop_links_of_words_and_symbols
 
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time."""
@@ -95,10 +94,7 @@ def scan_tar(
                     f"{'-'.join(langs)}. Use one folder per language or language pair, or correct --langs"
                 )
             if segmentations and record.links is not None and len(langs) == 2:
-                if segmentations[layout]["name"] == "unicode":
-                    drop_links_of_words_and_symbols(record.links, record.texts)  # raises an error for a wrong link
-                else:
-                    project_links(record.links, record.texts)
+                project_links(record.links, record.texts, links_number_words=segmentations[layout]["name"] == "unicode")
             entries += make_idx_entries(stored, continues_document=record.doc is not None and record.doc == doc)
             doc = record.doc
             linked += record.links is not None

@@ -27,12 +27,12 @@ from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source, list_source_folders, read_index
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
 from .command import run
 from .index import scan_tar, summary_line
-from .words import split_words_and_symbols
 
 SAMPLE = 10_000
 """The maximum number of a source's records in which words, links and tokens are counted."""

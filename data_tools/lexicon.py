@@ -23,11 +23,11 @@ from xscale import files, rng
 from xscale.data.lexicon import languages_in_file_name, normalise_word, read_entries
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.shards import Source, find_sources, sample_texts
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
 from .command import run
-from .words import split_words_and_symbols
 
 Entry = tuple[str, str]
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from xscale.data.scripts import find_spellings, parse_language
 from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import list_visible_files, placeholder_problem
 from xscale.record import Record, parse_json, record_from_members
 
 from .corpus import SourceSpec
-from .words import split_words_and_symbols
 
 PARAGRAPHS = 1000
 """The maximum number of paragraphs of a unit. A longer document becomes several units."""

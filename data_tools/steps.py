@@ -30,6 +30,7 @@ import numpy as np
 
 from xscale import files
 from xscale.data.lexicon import languages_in_file_name, load_lexicon, read_entries
+from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.record import Record, parse_json
@@ -50,7 +51,6 @@ from .engine import replacement_file
 from .lexicon import truecase_entries, write_entries
 from .readers import Unit, read_units, unit_from_line, unit_to_line
 from .word_aligner import write_word_alignments
-from .words import drop_links_of_words_and_symbols, project_tokenised_links
 
 CHUNK_UNITS = 8192
 CHUNK_BYTES = 4 << 20
@@ -203,7 +203,7 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
     those between a word and a symbol. Raises UserError."""
     assert unit.links is not None and unit.linked
     try:
-        return project_tokenised_links(unit.links, tuple(unit.texts), tuple(unit.linked))
+        return project_links(unit.links, tuple(unit.texts), tuple(unit.linked))
     except ValueError as error:
         form = (
             f"{error}. A link `i-j` joins word i of the first text and word j of the second, counted from 0; spaces "
@@ -332,7 +332,7 @@ def write_links_of_direction(folder: Path, direction_number: int) -> None:
             units = list[Unit]()
             for unit, state in read_units_and_states(folder, chunk):
                 if is_used_and_unlinked(unit, state):
-                    links = drop_links_of_words_and_symbols(next(lines), tuple(unit.texts))
+                    links, _ = project_links(next(lines), tuple(unit.texts), links_number_words=True)
                     unit = unit._replace(links=links)
                 units.append(unit)
             write_lines(folder / f"clean/{chunk.number}.jsonl", map(unit_to_line, units))

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from xscale.data.link_projection import format_pharaoh, parse_pharaoh
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
-
-from .words import split_words_and_symbols
 
 Links = set[tuple[int, int]]
 """Word links: pairs of a word's index in the first text and a word's index in the second, from 0."""

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
-from data_tools.words import split_words_and_symbols
 from tests.plain import links_of
 from tests.rows import one_thread, sums  # noqa: F401
 from tests.streams import make_dataset, make_mixture
@@ -28,6 +27,7 @@ from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from data_tools.demo_world import NAMES, WRITTEN, World, to_yy_script
-from data_tools.words import split_words_and_symbols
+from xscale.data.words import split_words_and_symbols
 
 PUNCTUATION = {".", ",", "?"}
 NAMES_OF_BOTH = set(NAMES.split())

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from data_tools import tokenizer
 from data_tools.demo_world import World
-from data_tools.words import split_words_and_symbols
 from tests import launch
 from xscale.data.lexicon import load_lexicon
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 
 sys.path.append(str(launch.ROOT / "benchmarks" / "papers"))

@@ -21,7 +21,6 @@ from data_tools import tokenizer as tokenizers
 from data_tools import word_aligner as align
 from data_tools import write_shards
 from data_tools.demo_world import World
-from data_tools.words import split_words_and_symbols
 from tests import launch
 from xscale.data import shards
 from xscale.data.corpus import Corpus
@@ -38,6 +37,7 @@ from xscale.data.lexicon import (
 )
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from data_tools import tokenizer as tokenizers
-from data_tools.words import character_indices_of_words, project_tokenised_links, split_words_and_symbols
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import project_links
+from xscale.data.link_projection import character_indices_of_words, project_links
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import segment_into_words_and_symbols
+from xscale.data.words import segment_into_words_and_symbols, split_words_and_symbols
 
 U = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 Z, J, T = "\u200b", "\u200d", "\U0001f3fb-\U0001f3ff"
@@ -187,21 +186,21 @@ def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) ->
 def test_links_of_the_aligners_text_are_carried_over() -> None:
     texts = ("The man's dog.", "Le chien de l'homme.")
     moses = ("the man &apos;s dog .", "le chien de l&apos; homme .")
-    links, dropped = project_tokenised_links("0-0 1-4 2-2 3-1 4-5", texts, moses)
+    links, dropped = project_links("0-0 1-4 2-2 3-1 4-5", texts, moses)
     # The man ' s dog .    Le chien de l ' homme .
     assert links == "0-0 1-5 3-2 4-1 5-6" and dropped == 0
-    links, dropped = project_tokenised_links("4-1 4-5", texts, moses)  # a full stop with a word
+    links, dropped = project_links("4-1 4-5", texts, moses)  # a full stop with a word
     assert links == "5-6" and dropped == 1
-    assert project_tokenised_links("", texts, moses) == ("", 0)
+    assert project_links("", texts, moses) == ("", 0)
     assert character_indices_of_words("naive x", "nai@@ ve x") == [
         [0, 1, 2],
         [3, 4],
         [6],
     ]  # what is not in the text has no place
     with pytest.raises(ValueError, match=r"words of the tokenised text .* but less than half of the characters"):
-        project_tokenised_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
+        project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
     with pytest.raises(ValueError, match=r"link '9-0' must be i-j, with i below 5 and j below 6"):
-        project_tokenised_links("9-0", texts, moses)
+        project_links("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
         project_links("0:0", texts)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.demo_world import World as DemoWorld
-from data_tools.words import split_words_and_symbols
 from xscale import files
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 
 DERIVE = Path(__file__).parent / "derive.py"

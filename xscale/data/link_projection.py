@@ -3,8 +3,10 @@
 Two words of the two tokenisations correspond if they have a character in common.
 """
 
+import difflib
+import html
 import re
-from collections.abc import Sequence
+import unicodedata
 from itertools import product
 
 import numpy as np
@@ -12,12 +14,19 @@ import numpy as np
 from xscale.data.words import segment_into_words_and_symbols
 
 LINKS = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
-LINK_WORD = re.compile(r"[^ \t\n]+")
-"""Matches a word that an aligner's links number. fast_align and Moses split a text only at spaces and tabs. A no-break
-space (U+00A0, U+202F) or an ideographic space (U+3000) is part of a word for them, unlike for Python's str.split."""
+_LINK_WORD = re.compile(r"[^ \t\n]+")
 
 Link = tuple[int, int]
 """The number of a word in the first text, and of a word in the second text, from 0."""
+
+
+def split_at_spaces(text: str) -> list[str]:
+    """Return the parts of a text between spaces and tabs, which are the words that an aligner's links number.
+
+    fast_align and Moses split a text only there. A no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
+    part of a word for them, unlike for Python's str.split.
+    """
+    return _LINK_WORD.findall(text)
 
 
 def parse_pharaoh(links: str, word_counts: tuple[int, int]) -> list[Link]:
@@ -43,24 +52,26 @@ def format_pharaoh(links: list[Link]) -> str:
 
 
 def project_links(
-    links: str, texts: tuple[str, ...], characters_of_words: Sequence[list[list[int]]] | None = None
+    links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, links_number_words: bool = False
 ) -> tuple[str, int]:
     """Return links between words of data/words.py, and the number of links that were dropped, such as those between a
     word and a symbol. links: the links to convert, in Pharaoh form.
 
-    characters_of_words: for each text, the indices of the characters of each word that `links` numbers; None: `links`
-    numbers the words between spaces. Raises ValueError.
+    tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves.
+    links_number_words: True if `links` numbers words of data/words.py already. Raises ValueError.
     """
-    characters_of_words = characters_of_words or list(map(characters_between_spaces, texts))
     segmented = segment_into_words_and_symbols(list(texts))
     is_word = list[np.ndarray]()
     words = list[list[list[int]]]()
     """For each text and each of the words that `links` numbers: the words of the text that this word overlaps."""
-    for side, characters in enumerate(characters_of_words):
+    for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
-        word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
-        words.append(overlapped_words(characters, word_of_char))
+        if links_number_words:
+            words.append([[number] for number in range(len(is_word[side]))])
+        else:
+            word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
+            words.append(overlapped_words(text, tokenised[side] if tokenised else text, word_of_char))
     kept = set[Link]()
     dropped = 0
     for i, j in parse_pharaoh(links, (len(words[0]), len(words[1]))):
@@ -73,17 +84,57 @@ def project_links(
     return format_pharaoh(sorted(kept)), dropped
 
 
-def characters_between_spaces(text: str) -> list[list[int]]:
-    """Return the indices of the characters of each word of a text that has been divided at spaces and tabs."""
-    return [list(range(*match.span())) for match in LINK_WORD.finditer(text)]
-
-
-def overlapped_words(characters_of_words: list[list[int]], word_of_char: np.ndarray) -> list[list[int]]:
-    """Return the numbers of the words of a text that each of other words overlaps. characters_of_words: the indices of
-    the characters of each of the other words. word_of_char: the number of the word to which each character of the text
-    belongs; negative if it belongs to none."""
+def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> list[list[int]]:
+    """Return the numbers of the words of `text` that each word of `tokenised` overlaps. word_of_char: the number of the
+    word to which each character of `text` belongs; negative if it belongs to none."""
     words = list[list[int]]()
-    for characters in characters_of_words:
+    for characters in character_indices_of_words(text, tokenised):
         numbers = word_of_char[characters]
         words.append(np.unique(numbers[numbers >= 0]).tolist())
     return words
+
+
+def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
+    """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half
+    of the characters match."""
+    if tokenised is text:
+        return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
+    visible = [place for place, character in enumerate(text) if not character.isspace()]
+    text_characters = [_folded(text[place]) for place in visible]
+    tokens = split_at_spaces(tokenised)
+    token_characters = _folded_characters_of_all(tokens)
+    if text_characters != token_characters:
+        tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
+        token_characters = _folded_characters_of_all(tokens)
+    place_of = dict(enumerate(visible))
+    """Number of a character of `tokens`, without white space -> its index in `text`."""
+    if text_characters != token_characters:
+        place_of = {}
+        for block in difflib.SequenceMatcher(None, text_characters, token_characters, False).get_matching_blocks():
+            for k in range(block.size):
+                place_of[block.b + k] = visible[block.a + k]
+    if 2 * len(place_of) < len(token_characters):
+        raise ValueError(
+            f"the word links count the words of the tokenised text {tokenised[:60]!r}, but less than half of the "
+            f"characters of this text are in the text {text[:60]!r} of the pair"
+        )
+    places_of_tokens = list[list[int]]()
+    character_number = 0
+    for token in tokens:
+        places_of_token = list[int]()
+        for character in token:
+            if not character.isspace():
+                if character_number in place_of:
+                    places_of_token.append(place_of[character_number])
+                character_number += 1
+        places_of_tokens.append(places_of_token)
+    return places_of_tokens
+
+
+def _folded_characters_of_all(tokens: list[str]) -> list[str]:
+    """Return the folded form of each character of all tokens, except white space."""
+    return [_folded(character) for character in "".join(tokens) if not character.isspace()]
+
+
+def _folded(character: str) -> str:
+    return unicodedata.normalize("NFKC", character).casefold()

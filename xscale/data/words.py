@@ -14,6 +14,7 @@ Shape letters: C characters of all texts, W words of one text, T tokens of words
 import hashlib
 from enum import IntEnum
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,3 +227,21 @@ def begins_with_unspaced_script(text: str) -> bool:
 @lru_cache(maxsize=1 << 12)
 def character_class(character: str) -> int:
     return int(character_classes()[ord(character)])
+
+
+def split_words_and_symbols(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
+    """Return for each text its words and symbols in order, and an array that is True for each word and False for each
+    symbol."""
+    segmented = segment_into_words_and_symbols(texts)
+    inside = np.flatnonzero(segmented.word_of >= 0)
+    word_of = segmented.word_of[inside]
+    starts = inside[np.flatnonzero(np.diff(word_of, prepend=-1))].tolist()
+    ends = (inside[np.flatnonzero(np.diff(word_of, append=-1))] + 1).tolist()
+    first_chars = segmented.chars.tolist()
+    result = list[tuple[list[str], np.ndarray]]()
+    for text, char, (first, end) in zip(texts, first_chars, pairwise(segmented.words.tolist()), strict=False):
+        pieces = list[str]()
+        for word in range(first, end):
+            pieces.append(text[starts[word] - char : ends[word] - char])
+        result.append((pieces, segmented.is_word[first:end]))
+    return result
