@@ -280,8 +280,8 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
     moved: dict[str, Tensor] = {}
     for rank, rows in enumerate(ranks):
         engine = PlainEngine(copy.deepcopy(case.module), lr=0.5)
-        optimizer_step(engine, case.loader.recipe, rows, totals, step=0, rank=rank, world=2)
-        assert engine.steps == 1
+        result = optimizer_step(engine, case.loader.recipe, rows, totals, step=0, rank=rank, world=2)
+        assert result.gradient_norms == {} and engine.steps == 1
         for (name, p), before in zip(engine.module.named_parameters(), case.module.parameters(), strict=True):
             moved[name] = moved.get(name, 0) + (before - p).detach() / 2 / 0.5
     assert_same_gradients(moved, case.gradients, rtol=1e-6, floor=1e-9)
@@ -364,3 +364,45 @@ def test_shares_by_hand(demo: Path) -> None:
             "loss/tlm": 0.0,
         }
     )
+
+
+@pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
+def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each stream alone, its weight included; several rows, two ranks. The step's own gradient stays as it was."""
+    (ranks,) = rows_of_step(case.loader, 2, 100)
+    totals = totals_of([row for rows in ranks for row in rows])
+    weights = weights_of_term_sums(case.loader.recipe, totals, 0)
+    engine = PlainEngine(case.module)
+    case.module.zero_grad()
+    others: list[Tensor] = []
+
+    rows, seeds = list[Row](), list[step.Seed]()
+    for rank, of_rank in enumerate(ranks):
+        for number, row in enumerate(of_rank):
+            rows.append(row.to(CPU))
+            seeds.append((0, rank, number))
+    shared = shared_of(case.module, rows, seeds)
+    of_ranks = [slice(len(ranks[0])), slice(len(ranks[0]), None)]
+
+    def norms_of(rank: int) -> dict[str, Tensor]:
+        part = of_ranks[rank]
+        return step.measure_gradient_norms(engine, rows[part], shared[part], weights, seeds[part])
+
+    monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
+    norms_of(1)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))
+    norms = norms_of(0)
+    assert all(p.grad is None for p in case.module.parameters()) and not others
+    assert list(norms) == [f"grad_norm/{stream}" for stream in case.stream_batches]
+    parameters = list(case.module.parameters())
+    model = plain_model(case.module, case.loader)
+    _, examples = samples_of(case.loader)
+    for name, stream in case.loader.recipe.streams.items():
+        arguments = case.stream_batches[name], examples[name], stream.options, case.loader.corpus.tokenizer
+        terms = plain.terms(stream.objective, model, name, *arguments)
+        loss = sum(t.factor * t.mean for t in terms.values())
+        loss = loss * stream.weight / max(stream.warm_in, 1)
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        norm = torch.cat([g.flatten() for g in found if g is not None]).norm()
+        assert norms[f"grad_norm/{name}"].item() == pytest.approx(norm.item(), rel=1e-4)  # a long sum in fp32
+    forget_keys(case)

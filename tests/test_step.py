@@ -89,6 +89,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", "model.dropout=0.0", *SETS, *sets]
     arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.5", "train.measure_every=3"]
     launch.run(2, arguments)
+    measured = launch.metrics(out)
     loader = launch.loader_of([*arguments, "data.workers=0"])
     module = StepModule(launch.encoder(loader), loader.recipe)
     process = Process(0, 1, 0, 1)
@@ -112,6 +113,13 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
                 for term, factor in terms.items()
             }
             loss, _ = pass_row(module, row, weights, (name, step))
+            key = f"grad_norm/{name}"
+            assert (key in measured[step]) == (step in (0, 2, 5))
+            if key in measured[step]:
+                # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
+                found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
+                norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()
+                assert measured[step][key] == pytest.approx(norm, rel=1e-5), (step, key)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         for group in optimizer.param_groups:

@@ -103,7 +103,9 @@ def measure_requirement_lines(
         f"{loader.corpus.tokenizer.vocab_size:,} tokens"
     )
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
-    memory = cost.peak_bytes_by_purpose(module, config.resolved, config.precision, process.world, device, largest)
+    memory = cost.peak_bytes_by_purpose(
+        module, loader.recipe, config.resolved, config.precision, process.world, device, largest
+    )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank with ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB ({purposes})"
     size = 16 * cost.parameter_count(module) + module.auxiliary_bytes()

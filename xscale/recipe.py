@@ -181,8 +181,9 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
-    """The number of steps between two measurements of the metrics `alignment/...` of dictionaries. The run also
-    measures in step 1. With the value 0, the run never measures."""
+    """The number of steps between two expensive measurements: of the gradient norm of each stream, which needs a second
+    backward pass, and of the metrics `alignment/...` of dictionaries. The run also measures in step 1. With the value
+    0, the run never measures."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
     exit code 75. Each start of the run finishes at least one step. null: no limit."""

@@ -25,6 +25,7 @@ from xscale.run.watch import RunContext
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
+from xscale.step.zero import keeps_whole_weights
 
 
 class Trainer:
@@ -128,6 +129,8 @@ class Trainer:
         number = self.done + 1
         skipped = engine.skipped_steps
         every = self.recipe.train.measure_every
+        # The first step measures, too, so that a lack of memory shows at once.
+        measure = every > 0 and (number == 1 or number % every == 0)
         result = optimizer_step(
             engine,
             self.recipe,
@@ -136,6 +139,7 @@ class Trainer:
             step=self.done,
             rank=self.context.process.rank,
             world=self.context.process.world,
+            measure=measure and keeps_whole_weights(engine),
             vector_counts_of_ranks=agreed.vector_counts_of_ranks,
         )
         metrics: dict[str, Any] = {
@@ -149,7 +153,8 @@ class Trainer:
         }
         if engine.fp16_enabled():
             metrics["loss_scale"] = float(engine.optimizer.loss_scale)
-        if every and (number == 1 or number % every == 0):
+        metrics |= result.gradient_norms
+        if measure:
             metrics |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
         world = self.context.process.world

@@ -94,7 +94,7 @@ def fit_rows_into_gpu_memory(
     if loader.recipe.train.max_tokens or not sizes:
         return loader
     world = config.resolved["train_batch_size"]
-    tokens = cost.default_max_tokens(module, config.resolved, config.precision, world, min(sizes))
+    tokens = cost.default_max_tokens(module, loader.recipe, config.resolved, config.precision, world, min(sizes))
     log(
         f"train.max_tokens is {tokens:,}, chosen by the memory of the GPU: a step may use {cost.GPU_SHARE:.0%} of the "
         f"{min(sizes) / 2**30:.1f} GiB"

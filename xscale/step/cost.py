@@ -10,6 +10,7 @@ from xscale.data.loader import GPU_TOKENS
 from xscale.models.encoder import Encoder
 from xscale.models.flat import bert_states, choose_forward_pass, modernbert_states
 from xscale.ops.masked_ce import BLOCK, max_predictions_of_chunk
+from xscale.recipe import Recipe
 from xscale.step.module import StepModule
 from xscale.step.zero import offloads_optimizer, zero_stage
 
@@ -37,12 +38,12 @@ ROUNDED = 1024
 
 
 def default_max_tokens(
-    module: StepModule, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
+    module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
 ) -> int:
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
     per_token = activation_bytes(module.encoder, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
-    states = sum(peak_bytes_by_purpose(module, ds_config, precision, world, "cuda", only_head).values())
+    states = sum(peak_bytes_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
     is_padded = choose_forward_pass(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
@@ -59,6 +60,7 @@ def typical_row_cost(tokens: int) -> dict[str, float]:
 
 def peak_bytes_by_purpose(
     module: StepModule,
+    recipe: Recipe,
     ds_config: dict[str, Any],
     precision: str,
     world: int,
@@ -71,6 +73,8 @@ def peak_bytes_by_purpose(
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. But until the one reduction of a step, each
     rank holds all of its gradients at stages 2 and 3, too; stages 1 and 2 reduce them in place, and need buckets only
     with an optimizer in host memory, without reduce_scatter, or if gradients are summed in fp32 beside fp16 weights.
+    The gradient of a stream is measured before the gradients of the step exist, so that only the larger ones of the two
+    count.
     """
     n = parameter_count(module)
     width = WIDTH[precision]
@@ -97,6 +101,8 @@ def peak_bytes_by_purpose(
     states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, predictions)
     if stage >= 3:
         return states | {"gradients": width * n / world, "unreduced gradients": width * n}
+    if recipe.train.measure_every:
+        return states | {"gradient of one stream (train.measure_every)": (4 + width) * n}
     return states | {"gradients": width * n}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xscale import rng
@@ -28,6 +29,8 @@ class StepResult:
 
     sums: Sums
     """This rank's sums over all rows of the step."""
+    gradient_norms: dict[str, Tensor]
+    """The norm of each stream's gradient by metric name, if they were measured."""
     lr: float
     """The learning rate."""
     begin: Any
@@ -73,6 +76,7 @@ def optimizer_step(
     step: int,
     rank: int,
     world: int,
+    measure: bool = False,
     vector_counts_of_ranks: Mapping[str, list[int]] = {},
 ) -> StepResult:
     """Train on the rows of one step.
@@ -80,8 +84,8 @@ def optimizer_step(
     The loss of the step is a sum over streams and terms of weight * factor * (sum over targets / number of targets on
     all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). vector_counts_of_ranks: stream
-    -> number of vectors of each rank that enter the stream's queue.
+    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure: measure the gradient
+    norm of each stream. vector_counts_of_ranks: stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
@@ -91,6 +95,9 @@ def optimizer_step(
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
     precomputed = precompute_and_gather_states(engine.module, rows, seeds, vector_counts_of_ranks)
+    norms = dict[str, Tensor]()
+    if measure:
+        norms = measure_gradient_norms(engine, rows, precomputed, weights, seeds)
     weights_for_mean_over_ranks = {key: world * weight for key, weight in weights.items()}
     sums_of_rows = list[Sums]()
     begin = record_device_time(engine.device)
@@ -103,7 +110,7 @@ def optimizer_step(
     applied = update_weights_if_finite(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied)
-    return StepResult(Sums.add_rows(sums_of_rows), lr, begin, end)
+    return StepResult(Sums.add_rows(sums_of_rows), norms, lr, begin, end)
 
 
 @torch.no_grad()
@@ -258,3 +265,26 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
             peak = recipe.train.head_lr if group.get("new_heads") else None
             group["lr"] = recipe.train.learning_rate(step, peak)
     return float(engine.get_lr()[0])
+
+
+def measure_gradient_norms(
+    engine: Any, rows: list[Row], precomputed: list[States], weights: Weights, seeds: list[Seed]
+) -> dict[str, Tensor]:
+    """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
+    measure a stream, the other streams' weights are 0. The losses are multiplied by fp16's loss scale, as in training,
+    so that small gradients do not become 0."""
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    norms = dict[str, Tensor]()
+    for stream in engine.module.streams:
+        alone = dict.fromkeys(weights, 0.0)
+        alone |= {key: weight for key, weight in weights.items() if key.stream == stream}
+        total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
+        for row, states, seed in zip(rows, precomputed, seeds, strict=True):
+            loss, _ = compute_row_loss(engine.module, row, states, alone, seed)
+            gradients = torch.autograd.grad(loss * scale, parameters, materialize_grads=True)
+            total += torch.cat([gradient.flatten() for gradient in gradients])
+            del gradients
+        dist.all_reduce(total)
+        norms[f"grad_norm/{stream}"] = torch.linalg.vector_norm(total, dtype=torch.float64) / scale
+    return norms
