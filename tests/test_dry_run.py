@@ -63,6 +63,7 @@ def test_a_plan_for_another_machine(
     assert f"ranks: 64 processes on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert ("26 samples for 64 ranks, so 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
+    assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
     assert (
         "train.max_tokens is 65,536, chosen by the memory of the GPU: a step may use 60% of the 80.0 GiB" in told
     ) == (device == "cuda")

@@ -40,6 +40,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
+from xscale.run.describe import unread_lexicon_warnings
 
 
 @pytest.fixture
@@ -146,6 +147,16 @@ def test_dictionaries_beside_the_shards(demo: Path) -> None:
     assert open_corpus(demo, "mlm").lexicons == ()
     below = demo / "pairs"
     assert [path.name for path in find_lexicon_paths(find_sources([below]), below)] == ["en-xx.txt"]
+
+
+def test_a_dictionary_that_is_not_read_is_told(dictionary, tokenizer: Tokenizer) -> None:
+    """Unless it is the other dictionary with its columns exchanged. Decomposed letters (NFD) make no difference."""
+    lexicon = load_lexicon(dictionary("en-xx.txt", "café dog", "cat a"), tokenizer)
+    dictionary("xx-en.txt", "dog cafe\u0301")
+    assert unread_lexicon_warnings(lexicon) == []
+    other = dictionary("xx-en.txt", "b cat", "a cat")
+    (line,) = unread_lexicon_warnings(lexicon)
+    assert "further entries (1)" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:

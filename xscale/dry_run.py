@@ -1,13 +1,14 @@
 """`train.py --dry_run` makes all checks of a start, and prints what the run will read and need."""
 
 import argparse
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from xscale.data.corpus import Corpus
-from xscale.data.loader import Loader, batch_or_raise_failure
+from xscale.data.loader import Loader, batch_or_raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
 from xscale.ranks import CpuGroup, Process
@@ -82,10 +83,12 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
 def measure_requirement_lines(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """Yield lines about the packed rows of a step, the parameters, and the memory of a rank. The data of a rank's first
-    step are loaded for them."""
-    plan = loader.mixture(process, device, initial_state(loader.last_streams)).next_plan()
-    first = batch_or_raise_failure(loader.dataset()[plan.parts_of_ranks([process.rank])[0]])
+    """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank. The data of a
+    rank's first two steps are loaded for them."""
+    mixture = loader.mixture(process, device, initial_state(loader.last_streams))
+    dataset = loader.dataset()
+    plan = mixture.next_plan()
+    first = batch_or_raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} processes on {device}; a step has about "
@@ -98,6 +101,14 @@ def measure_requirement_lines(
             f"warning: a step has only {samples:,} samples for {process.world:,} ranks, so "
             f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
         )
+    begin = time.perf_counter()
+    second = batch_or_raise_failure(dataset[mixture.next_plan_of_rank()])
+    speed = second.cost()["tokens"] / (time.perf_counter() - begin)
+    workers = worker_count(loader.recipe.data.workers, process, device)
+    yield (
+        f"data loading: one process prepares about {speed:,.0f} tokens/s; the {workers or 1} processes of a rank "
+        f"(data.workers) prepare {speed * (workers or 1):,.0f} tokens/s"
+    )
     yield (
         f"parameters: {cost.parameter_count(module):,}, with a vocabulary of "
         f"{loader.corpus.tokenizer.vocab_size:,} tokens"

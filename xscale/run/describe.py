@@ -1,11 +1,14 @@
 """Makes the lines that the log and the dry run print about a run before its first step."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from xscale.data.corpus import Corpus
+from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.stream import Stream, select_source_indices
+from xscale.errors import UserError
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
 from xscale.run.resolve import resolve_model_init
@@ -30,8 +33,29 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
             f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of the entries are not used for training "
             "(data.lexicon_heldout)"
         )
+        if not recipe.data.lexicons:
+            lines += unread_lexicon_warnings(lexicon)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
+    return lines
+
+
+def unread_lexicon_warnings(lexicon: Lexicon) -> list[str]:
+    """Return a warning for each file beside a dictionary that has further entries in the same two languages."""
+    lines = list[str]()
+    known = set(read_entries(lexicon.path))
+    known |= {(target, source) for source, target in known}
+    for path in sorted(lexicon.path.parent.glob("*.txt")):
+        further = set[tuple[str, str]]()
+        with suppress(UserError):  # the file is not a dictionary
+            if set(languages_in_file_name(path, lexicon.langs)) == set(lexicon.langs):
+                further = set(read_entries(path)) - known
+        if further:
+            lines.append(
+                f"warning: the run does not read {path}, which has further entries ({len(further):,}) in the languages "
+                f"of {lexicon.path}. If data.lexicons is not set, a run reads one dictionary for each pair of "
+                f"languages. To read both, set data.lexicons=[{lexicon.path},{path}]"
+            )
     return lines
 
 
