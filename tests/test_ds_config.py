@@ -257,6 +257,12 @@ def test_unreadable_files(tmp_path: Path) -> None:
         read_ds_config(path)
 
 
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+WRONG_BETAS = (([0.9], r"\[0.9\]"), ([1.5, 0.999], r"\[1.5, 0.999\]"), ("x", '"x"'), (None, "null"))
+WRONG = ((-1, "-1"), ("1e-8", '"1e-8"'), (True, "true"), (None, "null"))
 REFUSED = [
     ({"fp61": {}}, "fp61 has no effect .*Remove the key, or use one of fp16, bf16"),
     ({"bfloat16": {"enabled": True}}, "bfloat16 has no effect .*bf16"),
@@ -286,6 +292,35 @@ REFUSED = [
         "optimizer.type: Muon .*Set optimizer.type to AdamW",
     ),
     ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype has no effect"),
+    (adam(eps=float("nan")), "optimizer.params.eps: NaN is not a finite number. Write a finite number"),
+    (adam(betas=[0.9, float("inf")]), r"optimizer.params.betas\[1\]: Infinity is not a finite number"),
+    ({"gradient_clipping": float("-inf")}, "gradient_clipping: -Infinity is not a finite number"),
+    *((adam(betas=value), f"params.betas: the value {words} must be two numbers") for value, words in WRONG_BETAS),
+    *((adam(eps=value), f"params.eps: the value {words} must be a number that is 0 or") for value, words in WRONG),
+    (adam(lr=-1), 'params.lr: the value -1 must be a number that is 0 or more, or "auto"'),
+    (adam(weight_decay="0.1"), "params.weight_decay: .* must be a number"),
+    (adam(amsgrad="false"), 'params.amsgrad: the value "false" must be true or false'),
+    (adam(torch_adam="false"), 'params.torch_adam: the value "false" must be true or false'),
+    (adam(fused="no"), 'params.fused: the value "no" must be true, false or null'),
+    (adam(maximize=True), "params.maximize: the value true must be false, because"),
+    ({"optimizer": {"type": "SGD", "params": {"maximize": True}}}, "params.maximize: the value true must be false"),
+    ({"steps_per_print": "x"}, 'steps_per_print: the value "x" must be a whole number that is 1 or more, or null'),
+    ({"steps_per_print": 0}, "steps_per_print: the value 0 must be a whole number"),
+    ({"steps_per_print": True}, "steps_per_print: the value true must be a whole number"),
+    ({"dump_state": "x"}, 'dump_state: the value "x" must be true or false'),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "zzz"}}},
+        'scheduler.params.warmup_type: the value "zzz" must be "log" or "linear"',
+    ),
+    *(
+        ({"zero_optimization": {"stage": 2, key: value}}, f"zero_optimization.{key} has an effect only at ZeRO stage 3")
+        for key, value in (
+            ("offload_param", {"device": "cpu"}),
+            ("zero_quantized_weights", True),
+            ("stage3_max_reuse_distance", 100),
+        )
+    ),
+    ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'zero_optimization.cpu_offload: .*"offload_optimizer"'),
 ]
 """DeepSpeed ignores or misreads these, or xscale does not support them."""
 
@@ -307,6 +342,10 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict[str, Any], 
         {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}, "zero_optimization": {"stage": 2}},
         {"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 0}},
         {"csv_monitor": {"enabled": False, "job_name": "a 7"}},
+        adam(betas=[0, 0.98], eps=1, lr="auto", weight_decay=0, amsgrad=True, maximize=False, foreach=None),
+        {"optimizer": {"type": "Adafactor", "params": {"eps": [1e-30, 1e-3]}}, "steps_per_print": None},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}, "steps_per_print": 10},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_max_reuse_distance": 100}},
     ],
 )
 def test_other_keys_are_left_to_deepspeed(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -6,11 +6,14 @@ If a field is "auto" or absent, the recipe sets it. A value that differs from th
 import copy
 import json
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from xscale.errors import UserError, indent_lines
 from xscale.recipe import Recipe
@@ -42,9 +45,38 @@ UNSUPPORTED = {
     "round_robin_gradients": "xscale cannot save correct checkpoints with this key. Remove the key",
     "zenflow": "with this key, DeepSpeed updates some weights later than others, which xscale does not support. "
     "Remove the key",
+    "cpu_offload": 'this key is an old name. Write "offload_optimizer": {"device": "cpu"} in place of the key',
+    "cpu_offload_param": 'this key is an old name. Write "offload_param": {"device": "cpu"} in place of the key',
 }
-"""Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
+"""Key of zero_optimization that xscale does not support -> the remedy."""
+STAGE_3_KEYS = ("stage3_", "offload_param", "zero_quantized_", "zero_hpz_")
+"""The beginnings of the keys of zero_optimization that have an effect only at ZeRO stage 3."""
 ADAM = ("adam", "adamw")
+TRUTH_VALUE = (bool, "true or false")
+OPTIONAL_TRUTH_VALUE = (bool | None, "true, false or null")
+NOT_NEGATIVE = (Literal["auto"] | Annotated[float, Field(ge=0)], 'a number that is 0 or more, or "auto"')
+DECAY_RATE = Annotated[float, Field(ge=0, lt=1)]
+TYPES: dict[str, tuple[Any, str]] = {
+    "steps_per_print": (Annotated[int, Field(gt=0)] | None, "a whole number that is 1 or more, or null"),
+    "scheduler.params.warmup_type": (Literal["log", "linear"], '"log" or "linear"'),
+    "optimizer.params.maximize": (Literal[False], "false, because an optimizer with true would raise the loss"),
+    **dict.fromkeys(
+        (
+            *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+            *("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"),
+        ),
+        TRUTH_VALUE,
+    ),
+}
+"""Dotted key of the ds_config -> the type of its value, and the type in words. DeepSpeed does not check these types."""
+TYPES_OF_ADAM: dict[str, tuple[Any, str]] = {
+    "betas": (Literal["auto"] | tuple[DECAY_RATE, DECAY_RATE], 'two numbers from 0 to below 1, or "auto"'),
+    **dict.fromkeys(("lr", "eps", "weight_decay"), NOT_NEGATIVE),
+    **dict.fromkeys(("amsgrad", "capturable", "differentiable", "set_grad_none", "bias_correction"), TRUTH_VALUE),
+    **dict.fromkeys(("torch_adam", "adam_w_mode"), TRUTH_VALUE),
+    **dict.fromkeys(("fused", "foreach", "fp32_optimizer_states"), OPTIONAL_TRUTH_VALUE),
+}
+"""Parameter of Adam and AdamW, in torch or DeepSpeed -> its type, and the type in words."""
 WHOLE_WEIGHTS = ("lamb", "adafactor", "muon")
 """Optimizers that need whole weights, because the update of a number depends on other numbers of the same weight."""
 _PACKAGE = Path(__file__).parents[1]
@@ -150,6 +182,8 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     for name in SECTIONS:
         if not isinstance(config.get(name, {}), dict):
             return [f"{name}: the value {config[name]!r} must be a JSON object"]
+    if places := list(non_finite_places(config)):
+        return [f"{place} is not a finite number. Write a finite number" for place in places]
     problems = list[str]()
     for name, known in KEYS.items():
         section = config.get(name, {}) if name else config
@@ -173,12 +207,54 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     for key, remedy in UNSUPPORTED.items():
         if zero.get(key, False) is not False:
             problems.append(f"zero_optimization.{key}: {remedy}")
+    if zero.get("stage", 0) != 3:
+        for key, value in zero.items():
+            if key.startswith(STAGE_3_KEYS) and value not in (False, None):
+                problems.append(
+                    f"zero_optimization.{key} has an effect only at ZeRO stage 3. Remove the key, or set "
+                    "zero_optimization.stage to 3"
+                )
     kind = config.get("optimizer", {}).get("type")
+    types = dict(TYPES)
+    if str(kind).lower() in ADAM:
+        types |= {f"optimizer.params.{name}": type_and_words for name, type_and_words in TYPES_OF_ADAM.items()}
+    problems += type_problems(config, types)
     if str(kind).lower() in WHOLE_WEIGHTS and zero.get("stage"):
         problems.append(
             f"optimizer.type: {kind} computes its update from whole weights, and with ZeRO each rank updates "
             "only a part of the weights. Set optimizer.type to AdamW, or set zero_optimization.stage to 0"
         )
+    return problems
+
+
+def non_finite_places(value: Any, place: str = "") -> Iterator[str]:
+    """Yield the place and the value of each number in parsed JSON that is NaN or infinite, such as
+    "optimizer.params.eps: NaN". place: that of `value`."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from non_finite_places(item, f"{place}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from non_finite_places(item, f"{place}[{number}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{place}: {json.dumps(value)}"
+
+
+def type_problems(config: dict[str, Any], types: dict[str, tuple[Any, str]]) -> list[str]:
+    """Return a line for each value that has another type than `types` says (dotted key -> type, and type in words)."""
+    problems = list[str]()
+    for place, (value_type, words) in types.items():
+        *sections, key = place.split(".")
+        section: Any = config
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or key not in section:
+            continue
+        shown = json.dumps(section[key])
+        try:
+            TypeAdapter(value_type).validate_json(shown, strict=True)
+        except ValidationError:
+            problems.append(f"{place}: the value {shown} must be {words}")
     return problems
 
 
