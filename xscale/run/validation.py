@@ -49,10 +49,35 @@ class Validation:
         On rank 0 only."""
         self.best = recipe.checkpoint.best or ""
         """The path TASK/ROW/METRIC of the number by which the best checkpoint is chosen, or an empty string."""
+        self.best_without_line: Path | None = None
+        """The checkpoint that the file `best` names, if evals.jsonl has no undamaged line of its step."""
         if self.best and path:
+            evaluated = set[float]()
             for _, entry in files.entries_from_end(path):
-                self.record_selection_metric(entry["step"], entry.get("results") or {})
+                with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
+                    self.record_selection_metric(entry["step"], entry["results"])
+                    evaluated.add(entry["step"])
+            self.best_without_line = self.find_best_without_line(step, evaluated)
+            if self.best_without_line:
+                LOG.warning(
+                    f"{path} has no undamaged line of the best checkpoint, {self.best_without_line}, so its score is "
+                    f"unknown. The run keeps this checkpoint, and its name in {self.checkpoints / checkpoints.BEST}. "
+                    f"To choose the best checkpoint by the scores in {path.name} alone, remove "
+                    f"{self.checkpoints / checkpoints.BEST}, and start the run again"
+                )
             self.write_name_of_best_checkpoint()
+
+    def find_best_without_line(self, step: int, evaluated: set[float]) -> Path | None:
+        """Return the complete checkpoint that the file `best` names if evals.jsonl has no line of it, or None. step:
+        the step after which the run continues; later checkpoints are made again. evaluated: the steps of the lines."""
+        name = ""
+        with suppress(OSError, ValueError):
+            name = (self.checkpoints / checkpoints.BEST).read_text(encoding="utf-8").strip()
+        for path in checkpoints.list_checkpoints(self.checkpoints):
+            saved = checkpoints.step_from_name(path)
+            if path.name == name and saved <= step and saved not in evaluated:
+                return path
+        return None
 
     def record_selection_metric(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
@@ -68,16 +93,19 @@ class Validation:
         return max(measured, key=lambda path: self.goodness[checkpoints.step_from_name(path)], default=None)
 
     def write_name_of_best_checkpoint(self) -> set[int]:
-        """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
-        empty set. Rank 0 only."""
+        """Write the name of the best checkpoint to checkpoints/best, unless the file names a checkpoint of unknown
+        score. Return the steps of these checkpoints, which must stay on disk. Rank 0 only."""
         best = self.best_checkpoint()
         file = self.checkpoints / checkpoints.BEST
+        steps = {checkpoints.step_from_name(path) for path in (best, self.best_without_line) if path}
+        if self.best_without_line:
+            return steps
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
             if best:
                 files.write_text(file, best.name + "\n")
             else:
                 file.unlink(missing_ok=True)
-        return {checkpoints.step_from_name(best)} if best else set()
+        return steps
 
     def evaluate_if_due(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
