@@ -149,7 +149,8 @@ def test_text_in_a_language_that_the_model_lacks_is_measured(
     with torch.no_grad():
         states = [plain(**tokenizer.hf(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in texts]
     expected = torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
-    (of_xx,), (of_en,) = (retrieval.embed_sentences(model, texts, name, ["mean"]).values() for name in ("xx", "en"))
+    found = [retrieval.embed_sentences(model, texts, name, ["mean"])["mean", -1] for name in ("xx", "en")]
+    of_xx, of_en = (torch.nn.functional.normalize(vectors, dim=1) for vectors in found)
     torch.testing.assert_close(of_xx, expected, rtol=0, atol=1e-5)
     assert (of_en - expected).abs().max() > 0.01
 
@@ -333,6 +334,34 @@ def test_the_margin_takes_from_a_hub_what_makes_it_near_to_all() -> None:
     found = retrieval.retrieval_accuracies(cosine, unit, "ratio", ("en", "de"))
     assert found == {"en->de": 1, "de->en": 1, "accuracy": 1, "sentences": 3}
     assert retrieval.retrieval_accuracies(cosine, unit, "cosine", ("en", "de"))["en->de"] == pytest.approx(1 / 3)
+
+
+def test_nearly_equal_vectors_are_compared_in_float64(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cosines of about 1 - 1e-6, whose differences float32 cannot tell."""
+    random = np.random.default_rng(0)
+    center = random.normal(size=32)
+    first = center + random.normal(size=(300, 32)) * 3e-4
+    second = first + random.normal(size=(300, 32)) * 2e-4
+    sides = []
+    for side in (first, second):
+        sides.append(torch.from_numpy(side / np.linalg.norm(side, axis=1, keepdims=True)).float())
+    given = iter(sides)
+    monkeypatch.setattr(retrieval, "embed_sentences", lambda *_: {("mean", -1): next(given)})
+    found = retrieval.evaluate(ExportedModel(hf), [("a", "b")] * 300, ("de", "en"), margins=["cosine", "ratio"])
+    cosine = cosines(*([*side.double().numpy()] for side in sides))
+    for margin in MARGIN:
+        expected = translation_evaluator(cosine, MARGIN[margin])
+        assert [*found[margin].values()] == pytest.approx([*expected.values(), 300]), margin
+
+
+def test_a_sentence_between_two_equal_neighbours_has_no_match() -> None:
+    """Otherwise the order of the sentences would decide."""
+    unit = torch.eye(4).double()
+    twice = unit[[0, 1, 2, 2]]
+    for margin in MARGIN:
+        found = retrieval.retrieval_accuracies(twice, twice, margin, ("en", "de"))
+        assert found["en->de"] == found["de->en"] == 0.5, margin
+    assert retrieval.retrieval_accuracies(unit[:1], unit[:1], "cosine", ("en", "de"))["accuracy"] == 1
 
 
 def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:

@@ -615,7 +615,8 @@ def test_sentence_transformers_makes_our_vectors(
     sides = []
     for side in (0, 1):
         texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
-        (ours,) = retrieval.embed_sentences(model, texts, "en", [pooling]).values()
+        (vectors,) = retrieval.embed_sentences(model, texts, "en", [pooling]).values()
+        ours = torch.nn.functional.normalize(vectors, dim=1)
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])

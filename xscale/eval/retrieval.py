@@ -7,6 +7,9 @@ Neighbours are ranked by `cosine`, or by LASER's margin `ratio`, which lowers th
 where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. Only these neighbours can
 be the match of x.
 
+Cosines are computed in float64, because in layers whose vectors are nearly equal the cosines differ by less than
+float32 can tell. A sentence has no match if its two best scores differ by TIE or less, so that a tie is never right.
+
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
 Shape letters: N sentences of the first language, M of the second, R rows of a chunk, k neighbours, S states, H width.
@@ -29,13 +32,15 @@ from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
 
 BATCH = 64
-CHUNK = 1024
+CHUNK = 512
+TIE = 1e-12
+"""The largest difference of two scores in float64 that may come from rounding alone."""
 NEIGHBOURS = 4
 """The number of nearest neighbours k of the margin."""
 POOLINGS = ("mean", "cls")
 MARGINS = ("cosine", "ratio")
 Vectors = dict[tuple[str, int], Tensor]
-"""{(pooling, layer): unit vectors [sentences, H]}."""
+"""{(pooling, layer): sentence vectors [sentences, H]}."""
 ALL = "all"
 """--layer all: the embeddings' output and each layer."""
 
@@ -85,7 +90,9 @@ def evaluate(
         if numbers != [-1]:
             words.append(f"layer {layer}")
         key = (pooling, layer)
-        results[" ".join(words)] = retrieval_accuracies(sides[0][key], sides[1][key], margin, langs)
+        first_NH = F.normalize(sides[0][key].double(), dim=-1)
+        second_NH = F.normalize(sides[1][key].double(), dim=-1)
+        results[" ".join(words)] = retrieval_accuracies(first_NH, second_NH, margin, langs)
     return results
 
 
@@ -94,8 +101,8 @@ def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs
     share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
         matches = [
-            topk_dot_products(first_NH, second_NH, 1)[1][:, 0],
-            topk_dot_products(second_NH, first_NH, 1)[1][:, 0],
+            matches_without_ties(*topk_dot_products(first_NH, second_NH, 2)),
+            matches_without_ties(*topk_dot_products(second_NH, first_NH, 2)),
         ]
     else:
         matches = ratio_matches(first_NH, second_NH)
@@ -114,27 +121,34 @@ def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs
 
 def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     """Return two results [N]: the match of each first row in the second matrix by the margin `ratio`, and the match of
-    each second row in the first."""
+    each second row in the first. -1 stands for no match."""
     scores_there, rows_there = topk_dot_products(first_NH, second_NH, NEIGHBOURS)
     scores_back, rows_back = topk_dot_products(second_NH, first_NH, NEIGHBOURS)
-    means_there = scores_there.double().mean(1)
-    means_back = scores_back.double().mean(1)
+    means_there = scores_there.mean(1)
+    means_back = scores_back.mean(1)
     ratios_there = scores_there / ((means_there[:, None] + means_back[rows_there]) / 2)
     ratios_back = scores_back / ((means_back[:, None] + means_there[rows_back]) / 2)
-    return [
-        rows_there.gather(1, ratios_there.argmax(1, keepdim=True))[:, 0],
-        rows_back.gather(1, ratios_back.argmax(1, keepdim=True))[:, 0],
-    ]
+    return [matches_without_ties(ratios_there, rows_there), matches_without_ties(ratios_back, rows_back)]
+
+
+def matches_without_ties(scores_NK: Tensor, rows_NK: Tensor) -> Tensor:
+    """Return the row with the best score [N], or -1 if the second best score is as good. scores_NK: the scores of the
+    rows in rows_NK."""
+    best = scores_NK.topk(min(2, scores_NK.shape[1]), 1)
+    match_N = rows_NK.gather(1, best.indices)[:, 0]
+    if scores_NK.shape[1] == 1:  # the other language has a single sentence
+        return match_N
+    is_tie_N = best.values[:, 0] - best.values[:, 1] <= TIE
+    return match_N.masked_fill(is_tie_N, -1)
 
 
 def topk_dot_products(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only CHUNK rows of the matrix N x M
-    are in memory. For k = 1, the first of equally near neighbours is returned."""
+    are in memory."""
     scores = []
     rows = []
     for chunk_RH in x_NH.split(CHUNK):
-        cells_RM = chunk_RH @ y_MH.T
-        best = cells_RM.max(1, keepdim=True) if k == 1 else cells_RM.topk(min(k, len(y_MH)), 1)
+        best = (chunk_RH @ y_MH.T).topk(min(k, len(y_MH)), 1)
         scores.append(best.values)
         rows.append(best.indices)
     return torch.cat(scores), torch.cat(rows)
@@ -143,7 +157,7 @@ def topk_dot_products(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tenso
 def embed_sentences(
     model: ExportedModel, texts: Sequence[str], language: str, poolings: Sequence[str], layers: Sequence[int] = (-1,)
 ) -> Vectors:
-    """Return unit vectors [N, H] for each pooling and layer. Pooling "mean" takes the mean state of a text's tokens
+    """Return sentence vectors [N, H] for each pooling and layer. Pooling "mean" takes the mean state of a text's tokens
     without special tokens, "cls" the state of [CLS]."""
     ids = [sentence[: model.max_length - 2] for sentence in model.tokenizer.encode(list(texts))]
     vectors: Vectors = {}
@@ -154,7 +168,7 @@ def embed_sentences(
         stream_batch = make_stream_batch(model, batch, language, poolings)
         for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
             for pooling, pooled_NH in zip(poolings, states.split(len(batch)), strict=True):
-                vectors[pooling, layer][start : start + BATCH] = F.normalize(pooled_NH, dim=-1)
+                vectors[pooling, layer][start : start + BATCH] = pooled_NH
     return vectors
 
 
