@@ -19,6 +19,7 @@ import torch
 
 from tests import launch
 from tests.test_training import wait_for
+from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.data.corpus import run_identity
 from xscale.data.mixture import initial_state
@@ -30,7 +31,7 @@ from xscale.models.build import read_model_and_has_trained_head, xscale_field_of
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.resolve import resolve_run
-from xscale.run.resume import find_own_checkpoint
+from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint
 from xscale.run.run_status import Status
 
 # Files
@@ -188,7 +189,7 @@ def test_files_that_no_manifest_knows(run: Path) -> None:
     assert newest(run) == 4
 
 
-@pytest.mark.parametrize("damage", ["{}", "", "[]", '{"step": 8}', "not json"])
+@pytest.mark.parametrize("damage", ["{}", "", "[]", '{"step": 8}', "not json", pytest.param("[" * 100_000, id="deep")])
 def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     manifest = run / "checkpoints/step_00000008" / checkpoints.MANIFEST
     manifest.write_text(damage)
@@ -200,6 +201,42 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     said = rf"^checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
     with pytest.raises(UserError, match=said):
         find_own_checkpoint(run, str(manifest.parent), CpuGroup())
+
+
+@pytest.mark.parametrize("damage", ["missing", "link to nothing", "loop of links"])
+def test_a_newest_checkpoint_without_a_manifest_is_not_left_out_in_silence(
+    run: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint before the one that is used, and one that is being written, need no word."""
+    said: list[str] = []
+    monkeypatch.setattr(LOG, "warning", said.append)
+    (run / "checkpoints/step_00000002").mkdir()
+    (run / "checkpoints/step_00000009.incomplete").mkdir()
+    assert newest(run) == 8 and not said
+    manifest = run / "checkpoints/step_00000008" / checkpoints.MANIFEST
+    manifest.unlink()
+    if damage != "missing":
+        manifest.symlink_to("absent" if damage == "link to nothing" else manifest.name)
+    assert newest(run) == 4
+    assert len(said) == 1 and f"{manifest.parent} has no readable manifest.json, so it is not used" in said[0]
+
+
+def test_status_and_ancestry_of_deep_json_are_as_absent(tmp_path: Path) -> None:
+    for name in (run_status.STATUS, ANCESTRY):
+        (tmp_path / name).write_text("[" * 100_000)
+    assert run_status.read_status(tmp_path) == {}
+    assert not began_at_checkpoint(tmp_path, "parent@4")
+    (tmp_path / ANCESTRY).write_text("[3]")
+    assert not began_at_checkpoint(tmp_path, "parent@4")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", checkpoints.LATEST])
+def test_a_loop_of_links_in_the_place_of_an_output_is_the_machines(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(OSError) as caught:
+        files.write_text(tmp_path / name, "text")
+    code, message = run_status.exit_code_and_message(caught.value)
+    assert code == run_status.MACHINE and message.startswith(f"{tmp_path / name}: Too many levels of symbolic links")
 
 
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:

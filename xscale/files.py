@@ -119,10 +119,12 @@ def atomic_write(path: Path, writer: str = "") -> Iterator[Path]:
 
 def partial_path(path: Path) -> Path:
     """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
-    `..`, a link to no file, or a device."""
+    `..`, a link to no file, or a device, and OSError for a loop of links."""
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} cannot be the name of an output. Choose the name of a new file or folder")
     if path.is_symlink() and not path.is_file():
+        with suppress(FileNotFoundError):
+            path.stat()  # a loop raises OSError here, and RuntimeError in path.resolve()
         raise UserError(f"{path} is a symbolic link. Use the target of the link instead: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{path} is a device or a pipe, not a file. Choose another output")

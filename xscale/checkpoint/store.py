@@ -65,10 +65,27 @@ class Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
+    return [path for path in list_steps(folder) if (path / MANIFEST).exists()]
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Return the directories step_X in the folder, oldest first. One without a manifest is damaged, because a
+    checkpoint gets its manifest before it gets this name."""
     if not folder.is_dir():
         return []
-    paths = sorted(folder.glob("step_*"))
-    return [path for path in paths if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
+    return [path for path in sorted(folder.glob("step_*")) if NAME.fullmatch(path.name)]
+
+
+def warn_of_missing_manifests(folder: Path, used: Path | None) -> None:
+    """Warn of each directory step_X in the folder that has no manifest and is later than the checkpoint `used`. None:
+    no checkpoint is used."""
+    for path in list_steps(folder):
+        is_later = used is None or step_from_name(path) > step_from_name(used)
+        if is_later and not (path / MANIFEST).exists():
+            LOG.warning(
+                f"{path} has no readable {MANIFEST}, so it is not used. To use this checkpoint, restore "
+                f"{path / MANIFEST} from a copy"
+            )
 
 
 def is_run_or_checkpoint(path: Path) -> bool:
@@ -92,12 +109,16 @@ def resolve_checkpoint(path: Path) -> Path:
 def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
     get the same one."""
+    valid = None
     for path in reversed(list_checkpoints(folder)):
         problem = find_damage(path, cpu_group)
         if problem is None:
-            return read_checkpoint(path)
+            valid = path
+            break
         LOG.warning(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
-    return None
+    if cpu_group.is_main:
+        warn_of_missing_manifests(folder, valid)
+    return read_checkpoint(valid) if valid else None
 
 
 def read_undamaged_checkpoint(path: Path, cpu_group: CpuGroup) -> Checkpoint:
@@ -175,7 +196,7 @@ def read_manifest(path: Path) -> Checkpoint:
     """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the content cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
         raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")

@@ -181,7 +181,7 @@ def checkpoint_path(fork: str) -> Path:
 def began_at_checkpoint(out: Path, fork: str) -> bool:
     """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP. Raises UserError."""
     path = checkpoint_path(fork).resolve()
-    with suppress(OSError, ValueError, LookupError):
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
         return path == checkpoint_path(f"{parent['run']}@{parent['step']}")
     return False

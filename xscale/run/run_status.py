@@ -86,7 +86,7 @@ def identity_from_checkpoints(out: Path) -> dict[str, Any] | None:
 
 def read_status(out: Path) -> dict[str, Any]:
     """Return the content of the directory's status.json; {} if there is none that can be read."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         entry = json.loads((out / STATUS).read_text(encoding="utf-8"))
         if isinstance(entry, dict):
             return entry
