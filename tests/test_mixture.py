@@ -18,6 +18,8 @@ from xscale.data.mixture import (
     Plan,
     PlanTable,
     draw_sources_systematically,
+    groups_by_sorted_order,
+    plain_groups_by_sorted_order,
     stream_weights,
 )
 from xscale.data.stream import Stream
@@ -298,9 +300,11 @@ def test_any_mixture_is_complete_and_cut_evenly(
 # 6. Real shards
 
 
-def test_sources_are_chosen_by_the_order_of_random_numbers() -> None:
-    """The samples with the lowest numbers go to the first source."""
-    random = np.random.default_rng(0)
+@pytest.mark.parametrize("values", [1 << 53, 20])
+def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest go to the first source, of equal ones the earlier; 20 values make many equal ones."""
+    uniform, random = rng.uniform, np.random.default_rng(0)
+    monkeypatch.setattr(rng, "uniform", lambda *key: np.floor(uniform(*key) * values) / values)
     for number in range(200):
         samples, weights = int(random.integers(1, 300)), random.random(int(random.integers(1, 40))) ** 4
         weights /= weights.sum()
@@ -310,3 +314,5 @@ def test_sources_are_chosen_by_the_order_of_random_numbers() -> None:
         expected = np.empty(samples, dtype=np.int64)
         expected[np.argsort(drawn[:-1], kind="stable")] = source
         assert (draw_sources_systematically(weights, samples, np.uint64(number)) == expected).all()
+        ends = np.searchsorted(source, np.arange(len(weights)), side="right")
+        assert (plain_groups_by_sorted_order(drawn[:-1], ends) == groups_by_sorted_order(drawn[:-1], ends)).all()

@@ -363,10 +363,38 @@ def draw_sources_systematically(probabilities: np.ndarray, sample_count: int, ke
     """
     drawn = rng.uniform(key, np.arange(sample_count + 1, dtype=np.uint64))
     points = (np.arange(sample_count) + drawn[-1]) / sample_count
-    ends = np.searchsorted(points, np.cumsum(probabilities)[:-1])
-    # The samples with the lowest random numbers belong to the first source, and so on.
-    lowest_of_next_source = np.append(np.sort(drawn[:-1]), np.inf)[ends]
-    return np.searchsorted(lowest_of_next_source, drawn[:-1], side="right")
+    ends = np.append(np.searchsorted(points, np.cumsum(probabilities)[:-1]), sample_count)
+    return groups_by_sorted_order(drawn[:-1], ends)
+
+
+def plain_groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+    """Rank the numbers in ascending order, from 0. Return 0 for ranks below group_ends[0], 1 for the other ranks below
+    group_ends[1], and so on. group_ends: in ascending order; group_ends[-1] is len(numbers)."""
+    rank = np.empty(len(numbers), dtype=np.int64)
+    rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
+    return np.searchsorted(group_ends, rank, side="right")
+
+
+def groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+    """Return the same as plain_groups_by_sorted_order, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
+
+    The leading bits of nearly every number decide its place. Only the other numbers are sorted.
+    """
+    bits = (numbers * BUCKETS).astype(np.uint16)
+    borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))
+    choice_of_lowest = np.searchsorted(group_ends, borders[:-1], side="right")
+    choice_of_highest = np.searchsorted(group_ends, borders[1:] - 1, side="right")
+    chosen = choice_of_lowest.astype(np.min_scalar_type(len(group_ends)))[bits]
+    unclear = np.flatnonzero((choice_of_lowest < choice_of_highest)[bits])
+    unclear = unclear[np.argsort(numbers[unclear], kind="stable")]
+    unclear_bits = bits[unclear]
+    place_in_bucket = np.arange(len(unclear)) - np.searchsorted(unclear_bits, unclear_bits)
+    chosen[unclear] = np.searchsorted(group_ends, borders[unclear_bits] + place_in_bucket, side="right")
+    return chosen
+
+
+BUCKETS = 1 << 12
+"""The number of entries of the table that `groups_by_sorted_order` looks up by the leading bits of a random number."""
 
 
 def describe_sources_read(
