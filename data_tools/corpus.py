@@ -423,7 +423,7 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
             )
         elif problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
-        elif isinstance(problem["input"], bool):
-            text += ". YAML reads yes, no, on and off as truth values: write these words with quotation marks"
+        elif problem["type"] == "string_type" and isinstance(problem["input"], bool | int | float):
+            text += ". Put text that looks like a number or a truth value into quotation marks"
         lines.append(f"{prefix}{place}: {text}" if place else f"{prefix}{text}")
     return lines

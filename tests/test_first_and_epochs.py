@@ -19,6 +19,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
+from xscale.run.describe import start_notes
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
 
@@ -108,7 +109,8 @@ def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, sh
 
 
 @pytest.mark.parametrize(
-    ("epochs", "first", "samples"), [(1.0, 120, 8), (10.0, 100, 7), (0.1, 40, 3), (2.5, 41, 12), (0.001, 40, 100)]
+    ("epochs", "first", "samples"),
+    [(1e-9, 40, 8), (1.0, 120, 8), (10.0, 100, 7), (0.1, 40, 3), (2.5, 41, 12), (0.001, 40, 100)],
 )
 def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, samples: int) -> None:
     """The least number of steps that draws every pair so often, on average."""
@@ -141,14 +143,22 @@ def test_the_command_line_says_steps_or_epochs(tmp_path: Path) -> None:
     for wrong in ("0", "-1", ".inf", "many"):
         with pytest.raises(UserError, match=r"train\.epochs"):
             train(f"train.epochs={wrong}")
+    for wrong in ("-1", "many"):
+        path.write_text(f"streams: {{tlm: {{objective: tlm, samples: 10}}}}\ntrain: {{epochs: 2, steps: {wrong}}}\n")
+        with pytest.raises(UserError, match=rf"\n  train\.steps: '?{wrong}"):
+            train()
 
 
 def test_epochs_come_before_steps(texts: Path, demo: Path, tmp_path: Path) -> None:
     """The config.yaml of a run has both."""
     path = tmp_path / "r.yaml"
     path.write_text("streams: {tlm: {objective: tlm, samples: 10}}\ntrain: {epochs: 2, steps: 51}\n")
-    resolved = loader_of(texts, demo, str(path)).recipe
+    loader = loader_of(texts, demo, str(path))
+    resolved = loader.recipe
     assert resolved.train.steps == 52
+    assert "the run has 52 steps by train.epochs (2), which replaces train.steps" in start_notes(
+        resolved, loader.corpus
+    )
     path.write_text(yaml.safe_dump(resolved.to_dict(), sort_keys=False))
     assert loader_of(texts, demo, str(path)).recipe == resolved
 
@@ -156,7 +166,9 @@ def test_epochs_come_before_steps(texts: Path, demo: Path, tmp_path: Path) -> No
 def test_warmup_must_fit_the_steps_of_the_epochs(texts: Path, demo: Path) -> None:
     sets = ["train.epochs=1", "streams.tlm.samples=10"]
     assert loader_of(texts, demo, "tlm", *sets, "train.warmup=26").recipe.train.steps == 26
-    with pytest.raises(UserError, match=r"train.warmup: 27 steps are more than the 26 steps"):
+    with pytest.raises(
+        UserError, match=r"train.epochs: 1 epochs are 26 steps. train.warmup: 27 steps are more than the 26 steps"
+    ):
         loader_of(texts, demo, "tlm", *sets, "train.warmup=27")
 
 

@@ -112,6 +112,8 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
         ("streams.mlm.whole_word=1", "1"),
         ("streams.mlm.objective=[mlm]", "mlm"),
         ("streams.mlm.objective=nonsense", "nonsense"),
+        ("streams.mlm.objective=2020-01-01", "2020-01-01"),
+        ("train.lr=2020-13-45", "'2020-13-45': the value must be a valid number"),
         ("train.lr=-1.0", "-1"),
         ("train.warmup=-1", "-1"),
         ("data.alpha=1.5", "1.5"),
@@ -203,6 +205,18 @@ def test_every_preset_has_a_name_in_recipes() -> None:
         (STREAM + "train: {steps: " + "9" * 5000 + "}", "read as YAML .Exceeds the limit"),
         (STREAM + "train: {steps: " + "9" * 400 + "}", "train.steps: 9+: .* 1099511627776"),
         (STREAM + "a: " + "{a: " * 3000, "read as YAML ..*recursion"),
+        *(
+            (STREAM + f"train: {{lr: {value}}}", f"read as YAML .{words}")
+            for value, words in (
+                ("!!timestamp x", "the tag !!timestamp is not supported. Remove the tag"),
+                ("!!bool x", "the tag !!bool is not supported"),
+                ("!!binary aGVsbG8=", "the tag !!binary is not supported"),
+                ("!!set {a, b}", "the tag !!set is not supported"),
+                ("&a [*a]", "Circular reference"),
+                ("0x" + "f" * 5000, "Exceeds the limit"),
+                (r'"\uD800"', r"the text has an unpaired surrogate \('\\ud800'\)"),
+            )
+        ),
         (STREAM + "1: {a: 1}\n'1': {b: 1}", "read as YAML .the key `1` occurs twice"),
     ],
 )

@@ -503,6 +503,8 @@ def build_recipe_without_phases(
     for name, fields in tree.items():
         if name in SECTIONS and fields is not None:
             if name == "train" and isinstance(fields, dict) and fields.get("epochs"):
+                if "steps" in fields:
+                    read_section(TrainConfig, {"steps": fields["steps"]}, name, problems)
                 fields = fields | {"steps": BY_EPOCHS}
             sections[name] = read_section(SECTIONS[name], fields, name, problems)
         elif name not in (*SECTIONS, "streams"):
@@ -639,7 +641,7 @@ def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_fo
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
     recipe. keys_for_message: keys that the error of an unknown key lists before the fields of `cls`."""
     written = fields if isinstance(fields, dict) else {}
-    python_nulls = [name for name, value in written.items() if '"None"' in json.dumps(value, default=str)]
+    python_nulls = [name for name, value in written.items() if '"None"' in json.dumps(value)]
     if python_nulls:  # as text, None would be the name of a model or folder
         problems += [
             f"{where}.{name}: None is not a value of YAML. Write null for no value, or remove None from a list"
@@ -647,7 +649,7 @@ def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_fo
         ]
         return None
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
+        return TypeAdapter(cls).validate_json(json.dumps(fields))
     except ValidationError as error:
         for details in error.errors():
             problems.append(describe_pydantic_error(details, where, (*keys_for_message, *field_names(cls))))

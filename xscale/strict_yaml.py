@@ -1,5 +1,6 @@
 """YAML that is read strictly, for recipes and corpora."""
 
+import json
 import re
 from typing import Any
 
@@ -10,17 +11,22 @@ MOST_ALIASES = 10
 
 
 def read_yaml(text: str) -> Any:
-    """Return the content of a YAML text. Raises ValueError."""
+    """Return the content of a YAML text, which JSON could also represent. Raises ValueError."""
     try:
-        return yaml.load(text, StrictLoader)
+        content = yaml.load(text, StrictLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has an unpaired surrogate ({error.object[error.start]!r})") from None
+    return content
 
 
 class StrictLoader(yaml.SafeLoader):
     """A loader of YAML 1.2's numbers and truth values: 3e-4 is a number, 0100 is the number 100, 11:30:00 is text, and
-    only true and false are truth values, so that `no` is Norwegian. Keys are text, also those that YAML reads as
-    numbers or dates. It refuses a key that occurs twice; YAML itself would use the last value."""
+    only true and false are truth values, so that `no` is Norwegian. Dates are text, and so are all keys. It refuses a
+    key that occurs twice, of which YAML itself would use the last value, and tags, such as !!binary."""
 
     aliases = 0
     """The number of aliases so far."""
@@ -32,6 +38,10 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(
                     f"the file has more than {MOST_ALIASES} aliases (`*name`). Replace aliases by their values"
                 )
+        tag = getattr(self.peek_event(), "tag", None)  # type: ignore[no-untyped-call]
+        if tag not in (None, "!", TEXT_TAG):
+            name = tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.YAMLError(f"the tag {name} is not supported. Remove the tag, or put text into quotation marks")
         return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -47,6 +57,7 @@ class StrictLoader(yaml.SafeLoader):
         return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
 
+TEXT_TAG = "tag:yaml.org,2002:str"
 INT_TAG = "tag:yaml.org,2002:int"
 FLOAT_TAG = "tag:yaml.org,2002:float"
 INT = re.compile(r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$")
@@ -54,7 +65,7 @@ FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\
 FIRST_OF_NUMBERS = list("-+.0123456789")
 StrictLoader.yaml_implicit_resolvers = {}
 for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    removed = {INT_TAG, FLOAT_TAG}
+    removed = {INT_TAG, FLOAT_TAG, "tag:yaml.org,2002:timestamp"}
     if first in "yYnNoO":  # of yes, no, on and off
         removed.add("tag:yaml.org,2002:bool")
     StrictLoader.yaml_implicit_resolvers[first] = [r for r in resolvers if r[0] not in removed]

@@ -207,10 +207,11 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
             "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
         )
     steps = math.ceil(round(recipe.train.epochs * stream.record_count(corpus.sources) / stream.samples, 6))
+    steps = max(steps, 1)
     problems = list[str]()
     train = read_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(f"train.epochs: {recipe.train.epochs:g} epochs are {steps:,} steps. " + "\n".join(problems))
     return replace(recipe, train=train)
 
 

@@ -25,6 +25,11 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines = [
         f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"
     ]
+    if recipe.train.epochs:
+        lines.append(
+            f"the run has {recipe.train.steps:,} steps by train.epochs ({recipe.train.epochs:g}), which replaces "
+            "train.steps"
+        )
     if recipe.train.head_lr:
         lines.append(f"peak learning rate of new heads, if there are any: {recipe.train.head_lr:g}")
     lines += learning_rate_warnings(recipe)
