@@ -432,6 +432,58 @@ def test_questions_are_switched_with_the_contexts_answers() -> None:
     assert second == LabelledExample(("who", "Es war Ada"), (), (("Ada", 7),), ("en", "de"))
 
 
+def test_a_question_that_a_test_has_twice_is_an_error() -> None:
+    question = LabelledExample(("who", "Ada wrote"), (), (("Ada", 0),), ("en", "en"), Path("qa.json"), "question 7")
+    with pytest.raises(UserError, match=r"qa.json: question 7 occurs 2 times. Write a different id"):
+        plan_training(TASKS["xquad"], {"en": [question]}, {}, {"en": [question, question]}, code_switch=False)
+
+
+def test_words_with_tags_that_the_training_text_lacks_are_counted(tmp_path: Path, capsys: Any) -> None:
+    tags = {"train": ["NOUN", "VERB"], "test": ["NOUN", "SYM", "X", "SYM"]}
+    texts = {}
+    for name, of_file in tags.items():
+        (tmp_path / name).write_text("".join(f"word\t{tag}\n" for tag in of_file))
+        texts[name] = read_examples(TASKS["pos"], tmp_path / name, "en", None)
+    plan_training(TASKS["pos"], {"en": texts["train"]}, {}, {"en": texts["test"]}, code_switch=False)
+    assert f"test: 3 of 4 words have tags that {tmp_path}/train does not have: SYM, X." in capsys.readouterr().out
+
+
+def test_entities_of_another_scheme_are_counted(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "iob2.tsv").write_text("Ada\tB-PER\nLovelace\tI-PER\nwrote\tO\n")
+    (tmp_path / "iob1.tsv").write_text("Ada\tI-PER\nLovelace\tI-PER\nin\tO\nBath\tI-LOC\nAda\tI-PER\n")
+    for name in ("iob2", "iob1"):
+        read_examples(TASKS["ner"], tmp_path / f"{name}.tsv", "en", None)
+    printed = capsys.readouterr().out
+    assert "iob1.tsv: 3 entities begin with I-TYPE" in printed and "iob2" not in printed
+
+
+def test_cut_examples_are_counted_once(tmp_path: Path, hf: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+    """The model has 40 positions; in the test, one pair exceeds 20 tokens, and one fills them."""
+    word = words_of(tokenizer)[0]
+    (tmp_path / "train.tsv").write_text(f"{word}\t{word}\ta\n{word}\t{word}\tb\n")
+    lines = [f"{' '.join([word] * count)}\t{word}\ta\n" for count in (16, 17, 2)]
+    (tmp_path / "test.tsv").write_text("".join(lines))
+    files = f"--train en={tmp_path}/train.tsv --test en={tmp_path}/test.tsv --out {tmp_path}/out.json"
+    line = f"--model {hf} --task xnli {files} --epochs 1 --seeds 0 1 --max_length".split()
+    assert command.main([*line, "20"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("test.tsv: 1 of 3 examples are cut, because a sequence has at most 20 tokens") == 1
+    assert printed.count("examples are cut") == 1
+    assert command.main([*line, "41"]) == 2
+    assert "--max_length 41: sequences of the model" in capsys.readouterr().err
+
+
+def test_a_single_step_trains(maker: SequenceMaker, tmp_path: Path) -> None:
+    """The first step of a warm-up has the learning rate 0."""
+    features = [TASKS["xnli"].encode(example, maker, ["x", "y"]) for example in text_of("en")]
+    settings = {"out": tmp_path / "out", "epochs": 1, "lr": 1e-3, "warmup": 0.1, "seed": 0, "batch": 32}
+    set_seed(0)
+    model = FineTunedModel(maker, 2, "sequence")
+    before = model.classifier.weight.detach().clone()
+    training.fine_tune(model, maker.collate, features, settings)
+    assert not torch.equal(model.classifier.weight.cpu(), before)
+
+
 def test_means_deviations_delta_and_the_majority() -> None:
     scores = {
         "de zero-shot": {"accuracy": [1 / 3, 1]},
@@ -475,6 +527,10 @@ def test_means_deviations_delta_and_the_majority() -> None:
         (
             "--train en=de.tsv --test en=other.tsv",
             "other.tsv: line 2: the training file de.tsv does not have the label 'y'",
+        ),
+        (
+            "--train en=de.tsv --test deu=de.tsv",
+            "--test: de and deu are names of the same language. Remove one of the two files",
         ),
         ("--train en=one.tsv", "one.tsv: all 1 examples have the label 'y'"),
         ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),

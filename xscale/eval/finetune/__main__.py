@@ -13,6 +13,7 @@ import argparse
 import logging
 import operator
 import sys
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -32,7 +33,7 @@ from xscale.errors import (
 )
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
-from xscale.eval.finetune.tasks import TASKS, AnyTask, read_examples
+from xscale.eval.finetune.tasks import MAX_QUESTION, TASKS, AnyTask, read_examples
 from xscale.eval.finetune.training import Feature, FineTunedModel, SequenceMaker, fine_tune, predict_logits
 from xscale.eval.finetune.transfer import (
     MAJORITY,
@@ -136,6 +137,11 @@ def measure_transfer(args: argparse.Namespace) -> None:
     tests = read_language_files(task, args.test, "--test", args.test_limit)
     plan = plan_training(task, train, translated, tests, args.code_switch)
     encoder = ExportedModel(Path(args.model))
+    if args.max_length and args.max_length > encoder.max_length:
+        raise UserError(
+            f"--max_length {args.max_length}: sequences of the model {args.model} have at most {encoder.max_length} "
+            f"tokens. Write {encoder.max_length} or less"
+        )
     maker = SequenceMaker(encoder, [*train, *translated, *tests], args.max_length or task.max_length)
     default_lr = 1e-3  # of a head alone
     if not args.frozen:  # the papers' encoders have a width of 768; a smaller encoder gets a larger rate
@@ -192,9 +198,26 @@ def append_seed_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: 
         scores_of_rows.setdefault(row, {}).setdefault(metric, []).append(value)
 
 
+def print_cut_examples(path: Path, features: list[list[Feature]], max_length: int) -> None:
+    """Print how many examples of a file lose tokens. features: the sequences of each example."""
+    cut = sum(parts[0].is_cut for parts in features)
+    if cut:
+        print_once(
+            f"{path}: {cut:,} of {len(features):,} examples are cut, because a sequence has at most {max_length} "
+            f"tokens (--max_length), and a question at most {MAX_QUESTION}"
+        )
+
+
+@cache
+def print_once(text: str) -> None:
+    """Print a line that other seeds and models would repeat."""
+    print_on_rank_0(text)
+
+
 def encode_training_text(task: AnyTask, text: TrainingText, maker: SequenceMaker) -> list[list[Feature]]:
     """Return the sequences of a training text, in lists whose sequences must be in one batch."""
     features = [task.encode(example, maker, text.labels) for example in text.examples]
+    print_cut_examples(text.examples[0].path, features, maker.max_length)
     if text.is_switched:
         return list(map(operator.add, features[::2], features[1::2]))
     return [[feature] for feature in chain.from_iterable(features)]
@@ -206,6 +229,7 @@ def predict_test(
 ) -> list[list[str]]:  # fmt: skip
     """Return the predicted labels, or the answer, of each example. labels: the outputs of the model."""
     features = [task.encode(example, maker, labels) for example in examples]
+    print_cut_examples(examples[0].path, features, maker.max_length)
     logits = iter(predict_logits(trainer, list(chain.from_iterable(features))))
     predictions = []
     for example, parts in zip(examples, features, strict=True):

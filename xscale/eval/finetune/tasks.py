@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -116,9 +116,11 @@ class Classification(Task):
         return LabelledExample(texts, (SYNONYMS.get(str(label), str(label)),))
 
     def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str]) -> list[Feature]:
-        inputs = maker.make_inputs(maker.tokenizer.encode(list(example.texts)), example.languages)
+        ids = maker.tokenizer.encode(list(example.texts))
+        inputs = maker.make_inputs(ids, example.languages)
         inputs["labels"] = [labels.index(example.labels[0])]
-        return [Feature(inputs, [0])]
+        is_cut = sum(map(len, ids)) > maker.max_ordinary_tokens(len(ids))
+        return [Feature(inputs, [0], is_cut=is_cut)]
 
 
 class Tagging(Task):
@@ -186,6 +188,19 @@ class Entities(Tagging):
         return entity_scores(np.array(counts_S3))
 
 
+def print_entities_that_begin_with_i(path: Path, sentences: list[tuple[str, ...]]) -> None:
+    """Print how many entities begin with I-TYPE, as in the scheme IOB1. sentences: the tags of each."""
+    begins_with_i = 0
+    for tags in sentences:
+        for before, tag in pairwise(("O", *tags)):
+            begins_with_i += tag.startswith("I-") and before[2:] != tag[2:]
+    if begins_with_i:
+        print_on_rank_0(
+            f"{path}: {begins_with_i:,} entities begin with I-TYPE, as in the scheme IOB1, instead of B-TYPE. Use the "
+            "same scheme in the training files and the test files"
+        )
+
+
 def cut_into_sequences(words: tuple[str, ...], maker: SequenceMaker) -> list[list[list[int]]]:
     """Return successive parts of a sentence, each with as many words as fit into a sequence, as the token ids of each
     word. A word that the tokenizer drops becomes the unknown token or, without one, [MASK]."""
@@ -235,8 +250,9 @@ class QuestionAnswering(Task):
 
     def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str]) -> list[Feature]:
         features = []
-        (question,) = maker.tokenizer.encode([example.texts[0]])
-        question = question[: min(MAX_QUESTION, maker.max_ordinary_tokens(2) // 2)]
+        (whole_question,) = maker.tokenizer.encode([example.texts[0]])
+        question = whole_question[: min(MAX_QUESTION, maker.max_ordinary_tokens(2) // 2)]
+        is_cut = len(question) < len(whole_question)
         context = maker.tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
         before = len(maker.templates[2].first) + len(question) + len(maker.templates[2].between)
         room = maker.max_ordinary_tokens(2) - len(question)
@@ -251,7 +267,7 @@ class QuestionAnswering(Task):
             inputs["labels"] = [0, 0]
             if answer and start <= answer[0] and answer[-1] < start + room:
                 inputs["labels"] = [before + answer[0] - start, before + answer[-1] - start]
-            features.append(Feature(inputs, list(range(before, before + len(spans))), spans))
+            features.append(Feature(inputs, list(range(before, before + len(spans))), spans, is_cut))
         return features
 
     def predict(
@@ -359,6 +375,8 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
             f"{path}: line 1 is an example with the label {labels[0][0]!r}, which no other line has. If line 1 is "
             f"a header with the names of the columns, replace line 1 by {'<TAB>'.join((*task.columns, 'label'))}"
         )
+    if isinstance(task, Entities):
+        print_entities_that_begin_with_i(path, labels)
     if isinstance(task, Tagging):
         check_not_wikiann_or_germeval(path, [example.texts for example in examples])
     return examples

@@ -7,6 +7,7 @@ x is the state of a token or, for a label of the whole sequence, the encoder's s
 Shape letters: B sequences, L tokens of the longest one, H hidden width, C outputs.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Feature:
     whole sequence has one label."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """The characters (first, end) of each of these tokens in a question's context."""
+    is_cut: bool = False
+    """True if tokens at the end of a text are left out, because the sequence would exceed the maximum length."""
 
 
 class SequenceMaker:
@@ -142,16 +145,18 @@ def fine_tune(
     settings: values of the command's flags."""
     ranks = env_number("WORLD_SIZE", 1)
     sequences = sum(map(len, groups))
+    batch = max(1, round(settings["batch"] * len(groups) / (sequences * ranks)))
+    steps = settings["epochs"] * math.ceil(len(groups) / (batch * ranks))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = transformers.TrainingArguments(
             output_dir=str(Path(settings["out"]).parent),  # the Trainer makes this folder, but writes nothing
             num_train_epochs=settings["epochs"],
             learning_rate=settings["lr"],
-            warmup_steps=settings["warmup"],
+            warmup_steps=settings["warmup"] if steps > 1 else 0,  # the first step of a warm-up has the learning rate 0
             weight_decay=0.01,
             seed=settings["seed"],
-            per_device_train_batch_size=max(1, round(settings["batch"] * len(groups) / (sequences * ranks))),
+            per_device_train_batch_size=batch,
             per_device_eval_batch_size=64,
             use_cpu=not torch.cuda.is_available(),
             ddp_find_unused_parameters=False,

@@ -52,7 +52,9 @@ def plan_training(
 ) -> list[TrainingText]:
     """Return all training texts with the settings of their tests. The first language of `train` is the source language.
     code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, if two texts
-    with one setting are in one language, or if a test has a label that the text lacks."""
+    with one setting or two tests are in one language, if a question is in a test twice, or if a test has a label that
+    the text lacks."""
+    check_tests(tests)
     plan: list[TrainingText] = []
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
@@ -84,6 +86,8 @@ def plan_training(
                         f"{example.path}: {example.place}: the training file {path} does not have the label "
                         f"{min(absent)!r}, only {', '.join(labels)}. Use the same labels in both files"
                     )
+            for test in settings:
+                print_words_with_new_tags(examples, tests[test])
             is_switched = code_switch and setting == TRANSLATE_TRAIN
             if is_switched:
                 examples = switch_languages(train[source], examples)
@@ -91,16 +95,43 @@ def plan_training(
     return plan
 
 
+def check_tests(tests: Texts) -> None:
+    """Raise UserError if two tests are in one language, or if two questions of a test have the same id."""
+    for first, second in combinations(tests, 2):
+        if may_name_same_language(first, second):
+            raise UserError(
+                f"--test: {first} and {second} are names of the same language. Remove one of the two files from the "
+                "command"
+            )
+    for examples in tests.values():
+        check_places_differ(examples)
+
+
+def check_places_differ(examples: list[LabelledExample]) -> None:
+    """Raise UserError if two questions of a file have the same id."""
+    for place, times in Counter(example.place for example in examples).items():
+        if times > 1:
+            raise UserError(f"{examples[0].path}: {place} occurs {times} times. Write a different id for each question")
+
+
+def print_words_with_new_tags(training: list[LabelledExample], test: list[LabelledExample]) -> None:
+    """Print how many words of a test have tags that no word of the training text has."""
+    trained = set(chain.from_iterable(example.labels for example in training))
+    tags = Counter(chain.from_iterable(example.labels for example in test))
+    new = sorted(tags.keys() - trained)
+    if new:
+        print_on_rank_0(
+            f"{test[0].path}: {sum(map(tags.__getitem__, new)):,} of {tags.total():,} words have tags that "
+            f"{training[0].path} does not have: {', '.join(new)}. The model cannot learn these tags"
+        )
+
+
 def switch_languages(source: list[LabelledExample], translated: list[LabelledExample]) -> list[LabelledExample]:
     """Return two code-switched examples for each example that has a translation (Pan et al. 2021, 2.3): a pair (a, b)
     and its translation (a', b') become (a', b) and (a, b'). A question gets the answers in its new context. Raises
     UserError."""
     translations = {example.place: example for example in translated}
-    for place, times in Counter(example.place for example in translated).items():
-        if times > 1:
-            raise UserError(
-                f"{translated[0].path}: {place} occurs {times} times. Write a different id for each question"
-            )
+    check_places_differ(translated)
     switched: list[LabelledExample] = []
     for original in source:
         translation = translations.get(original.place)
