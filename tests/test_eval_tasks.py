@@ -62,7 +62,8 @@ def command(hf: Path, tmp_path: Path) -> Command:
 
 
 def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk at a time; of whole numbers, whose products are exact and many of them equal."""
+    """A chunk at a time; of whole numbers, whose products are exact and many of them equal: the only neighbour is the
+    first of equal ones."""
     draw = np.random.default_rng(0)
     x, y = (torch.from_numpy(draw.integers(-3, 4, (rows, 6))).float() for rows in (301, 230))
     cells = x @ y.T
@@ -71,6 +72,8 @@ def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) 
         scores, rows = retrieval.topk_dot_products(x, y, k)
         assert torch.equal(scores, cells.sort(dim=1, descending=True).values[:, :k])
         assert torch.equal(cells.gather(1, rows), scores) and all(len(set(row)) == len(row) for row in rows.tolist())
+        if k == 1:
+            assert torch.equal(rows[:, 0], cells.argmax(1))
 
 
 def test_plain_lines_are_read_as_shards_are(

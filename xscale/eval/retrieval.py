@@ -8,7 +8,7 @@ where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the othe
 be the match of x.
 
 Cosines are computed in float64, because in layers whose vectors are nearly equal the cosines differ by less than
-float32 can tell. A sentence has no match if its two best scores differ by TIE or less, so that a tie is never right.
+float32 can tell. Of equally near sentences, the first one is the match, as for numpy's argmax.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
@@ -33,8 +33,6 @@ from xscale.ops.alignment_gather import alignment_gather
 
 BATCH = 64
 CHUNK = 512
-TIE = 1e-12
-"""The largest difference of two scores in float64 that may come from rounding alone."""
 NEIGHBOURS = 4
 """The number of nearest neighbours k of the margin."""
 POOLINGS = ("mean", "cls")
@@ -101,8 +99,8 @@ def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs
     share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
         matches = [
-            matches_without_ties(*topk_dot_products(first_NH, second_NH, 2)),
-            matches_without_ties(*topk_dot_products(second_NH, first_NH, 2)),
+            topk_dot_products(first_NH, second_NH, 1)[1][:, 0],
+            topk_dot_products(second_NH, first_NH, 1)[1][:, 0],
         ]
     else:
         matches = ratio_matches(first_NH, second_NH)
@@ -121,34 +119,27 @@ def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs
 
 def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     """Return two results [N]: the match of each first row in the second matrix by the margin `ratio`, and the match of
-    each second row in the first. -1 stands for no match."""
+    each second row in the first."""
     scores_there, rows_there = topk_dot_products(first_NH, second_NH, NEIGHBOURS)
     scores_back, rows_back = topk_dot_products(second_NH, first_NH, NEIGHBOURS)
     means_there = scores_there.mean(1)
     means_back = scores_back.mean(1)
     ratios_there = scores_there / ((means_there[:, None] + means_back[rows_there]) / 2)
     ratios_back = scores_back / ((means_back[:, None] + means_there[rows_back]) / 2)
-    return [matches_without_ties(ratios_there, rows_there), matches_without_ties(ratios_back, rows_back)]
-
-
-def matches_without_ties(scores_NK: Tensor, rows_NK: Tensor) -> Tensor:
-    """Return the row with the best score [N], or -1 if the second best score is as good. scores_NK: the scores of the
-    rows in rows_NK."""
-    best = scores_NK.topk(min(2, scores_NK.shape[1]), 1)
-    match_N = rows_NK.gather(1, best.indices)[:, 0]
-    if scores_NK.shape[1] == 1:  # the other language has a single sentence
-        return match_N
-    is_tie_N = best.values[:, 0] - best.values[:, 1] <= TIE
-    return match_N.masked_fill(is_tie_N, -1)
+    return [
+        rows_there.gather(1, ratios_there.argmax(1, keepdim=True))[:, 0],
+        rows_back.gather(1, ratios_back.argmax(1, keepdim=True))[:, 0],
+    ]
 
 
 def topk_dot_products(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only CHUNK rows of the matrix N x M
-    are in memory."""
+    are in memory. For k = 1, the first of equally near neighbours is returned."""
     scores = []
     rows = []
     for chunk_RH in x_NH.split(CHUNK):
-        best = (chunk_RH @ y_MH.T).topk(min(k, len(y_MH)), 1)
+        cells_RM = chunk_RH @ y_MH.T
+        best = cells_RM.max(1, keepdim=True) if k == 1 else cells_RM.topk(min(k, len(y_MH)), 1)
         scores.append(best.values)
         rows.append(best.indices)
     return torch.cat(scores), torch.cat(rows)
