@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xscale.errors import (
-    ENVIRONMENT_ERRNOS,
     READER_ENDED,
     MachineError,
     UserError,
     check_arguments,
     escape_unprintable,
     flush_output,
+    print_error_or_reraise,
     reader_has_ended,
 )
 
@@ -30,19 +30,11 @@ def run(main: Callable[[], None]) -> None:
         if not reader_has_ended():
             raise
         os._exit(READER_ENDED)  # a normal exit would fail to write the rest of the output
-    except UserError as error:
-        code = 2
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        code = print_error_or_reraise(error)
     except MachineError as error:
         code = 4
         print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        code = 4 if error.errno in ENVIRONMENT_ERRNOS else 2
-        print(
-            f"error: {error.filename or 'a file'}: {error.strerror or error}. Remove the cause of the error, then "
-            "start the command again",
-            file=sys.stderr,
-        )
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

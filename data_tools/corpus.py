@@ -20,13 +20,12 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xscale.data.scripts import choose_language_names, spelling_key
+from xscale.data.scripts import check_language_name, choose_language_names, spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.removed import removed_key_or_command_error
 from xscale.strict_yaml import read_yaml
 
-LANGUAGE = re.compile(r"\w+(-\w+)*")
 NAME = re.compile(r"\w[\w.-]*")
 FORMATS: dict[str, set[str]] = {
     "text": {"links", "linked", "documents"},
@@ -145,6 +144,11 @@ class SourceSpec(Strict):
         return paths
 
     @property
+    def links_path(self) -> str:
+        """Return the file that has the word links."""
+        return self.links if isinstance(self.links, str) else self.paths[0]
+
+    @property
     def is_webdataset(self) -> bool:
         """Return whether webdataset reads the source's shards, because they are tars without an index."""
         return self.shards is not None and is_tar_location(self.shards)
@@ -179,11 +183,7 @@ class SourceSpec(Strict):
         if self.mono and self.format in ("tsv", "tmx"):
             raise ValueError(f"mono: a source with `{self.format}` has pairs. Write pairs: [en, de] instead of mono")
         for language in self.langs:
-            if not LANGUAGE.fullmatch(language):
-                raise ValueError(
-                    f"the language name {language!r} may have only letters, digits and _, and single hyphens between "
-                    "these characters, as in zh-Hant. Correct the name"
-                )
+            check_language_name(language)
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(
                 f"name: {self.name!r} may have only letters, digits, hyphens, dots and _, and must begin with a "
@@ -231,7 +231,7 @@ class SourceSpec(Strict):
 
 class TokenizerSpec(Strict):
     type: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
-    vocab_size: int = Field(default=32000, gt=0)
+    vocab_size: int = Field(default=32000, gt=0, le=10_000_000)
     alpha: float = Field(default=0.5, ge=0, le=1)
     """The tokenizer's training text is sampled by language, with probability proportional to (share of the
     text)^alpha."""

@@ -142,8 +142,12 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
     logs.mkdir(exist_ok=True)
     jobs = min(workers, len(tasks.numbers))
     words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(tasks.folder), tasks.name]
-    flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
-    flags += [
+    flags = [
+        "--wait",
+        "--parsable",
+        "--requeue",
+        "--ntasks=1",
+        f"--array=0-{jobs - 1}",
         f"--job-name=prepare-{tasks.name}",
         f"--output={logs}/{tasks.name}-%A_%a.out",
         "--open-mode=append",

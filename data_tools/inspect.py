@@ -64,10 +64,10 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
         links += len(links_K2)
         symbols += int(np.count_nonzero(~first_is_word[links_K2[:, 0]]))
     return {
-        "words": (words / len(records)).tolist(),
-        "linked_share": (linked_words / np.maximum(words, 1)).tolist(),
-        "links_per_linked_word": 2 * links / max(linked_words.sum(), 1),
-        "punctuation_share": symbols / max(links, 1),
+        "words": (words / len(records)).round(4).tolist(),
+        "linked_share": (linked_words / np.maximum(words, 1)).round(4).tolist(),
+        "links_per_linked_word": round(2 * links / max(linked_words.sum(), 1), 4),
+        "punctuation_share": round(symbols / max(links, 1), 4),
     }
 
 

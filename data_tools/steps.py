@@ -30,7 +30,7 @@ import numpy as np
 
 from xscale import files
 from xscale.data.lexicon import languages_in_file_name, load_lexicon, read_entries
-from xscale.data.link_projection import project_links
+from xscale.data.link_projection import FEWEST_TO_JUDGE, FIRST_WORD, project_links
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.record import Record, parse_json
@@ -157,11 +157,14 @@ def read_unit_file(path: Path) -> Iterator[Unit]:
 def cut_source_into_chunks(folder: Path, source_number: int) -> None:
     """Write the pairs or documents of a source to chunk files of limited size."""
     plan = read_plan(folder)
+    source = plan.corpus.sources[source_number]
     most = plan.shard_units or CHUNK_UNITS
     chunks = 0
     size = 0
     lines = list[str]()
-    for unit in read_units(plan.corpus.sources[source_number]):
+    linked = 0
+    has_first_word = False
+    for unit in read_units(source):
         if len(lines) == most or size >= CHUNK_BYTES:
             write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
             chunks += 1
@@ -169,6 +172,14 @@ def cut_source_into_chunks(folder: Path, source_number: int) -> None:
             lines = []
         lines.append(unit_to_line(unit))
         size += len(lines[-1])
+        if unit.links:
+            linked += 1
+            has_first_word = has_first_word or FIRST_WORD.search(unit.links) is not None
+    if linked >= FEWEST_TO_JUDGE and not has_first_word:
+        raise UserError(
+            f"{source.links_path}: no link of {linked:,} pairs has the number 0, so the words are probably counted "
+            "from 1. Words are counted from 0: subtract 1 from both numbers of each link"
+        )
     write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
 
@@ -211,11 +222,10 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         )
         if unit.record:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
-        path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
-            f"{path}: line {unit.number}: {form}. Correct the line. If the aligner read texts other than these two, "
-            "such as tokenised text, pass the texts of the aligner by --links_src FILE --links_tgt FILE (in "
-            "corpus.yaml, by `linked:`)"
+            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read texts other "
+            "than these two, such as tokenised text, pass the texts of the aligner by --links_src FILE --links_tgt "
+            "FILE (in corpus.yaml, by `linked:`)"
         ) from None
 
 

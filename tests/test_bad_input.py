@@ -317,6 +317,13 @@ def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.M
     with pytest.raises(ZeroDivisionError):
         run(lambda: 1 / 0)
 
+    def write_beyond_the_limit() -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "out/a.jsonl")
+
+    with pytest.raises(SystemExit) as stopped:
+        run(write_beyond_the_limit)
+    assert stopped.value.code == 4 and capsys.readouterr().err.startswith("error: out/a.jsonl: File too large. ")
+
 
 def test_unreadable_file(tmp_path: Path, refused) -> None:
     unreadable = Path("/proc/self/mem")  # opens, but its first byte cannot be read, not even by root

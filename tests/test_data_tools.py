@@ -190,6 +190,7 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     places = [found.index(record) for record in shown]
     assert places[0] < 100 and places[-1] > 500, "records are spread over the source"
     assert "600 pair records (en xx)" in out and "with word alignments: 100%" in out
+    assert not re.search(r"word alignments: .*[0-9]\.[0-9]{5}", out), "the statistics are rounded"
     for side, lang in enumerate(("en", "xx")):
         words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
         assert f"{lang}: words per sentence: mean {sum(words) / 600:.1f}" in out

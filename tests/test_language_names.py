@@ -11,6 +11,7 @@ from data_tools import write_shards
 from tests.launch import open_run
 from xscale.data.lexicon import languages_in_file_name, split_pair_name
 from xscale.data.mixture import initial_state, stream_weights
+from xscale.data.scripts import check_language_name
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.metric_keys import count_key
@@ -104,6 +105,14 @@ def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[s
     if found is None:
         with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
             languages_in_file_name(Path(f"{name}.txt"), languages)
+
+
+def test_codes_and_invented_names_are_names_of_languages() -> None:
+    for name in ("de", "xx", "yy", "deu", "eng_Latn", "zh-Hans", "sr_Cyrl", "es-419", "german1"):
+        check_language_name(name)
+    for name in ("german", "English", "deutsch"):
+        with pytest.raises(ValueError, match=f"'{name}' is not a code. Write a code of two or three letters"):
+            check_language_name(name)
 
 
 @pytest.mark.parametrize("name", ["zh CN", "-en", "en-", "a--b", "zh/CN", ""])

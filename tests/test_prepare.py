@@ -271,6 +271,9 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": True, "x": 1}, ["sources: True: Input should be a valid list\n"]),
         ({"sources": [MONO], "rules": {"dedup": "fuzzy", "ratio": True}}, ["dedup: 'fuzzy'", "ratio: True"]),
         ({"sources": [MONO], "tokenizer": {"vocab_size": "many"}, "aligned": True}, ["'many'", "aligned: unknown key"]),
+        ({"sources": [MONO], "tokenizer": {"vocab_size": 99_999_999_999}}, ["tokenizer.TokenizerSpec.vocab_size"]),
+        ({"sources": [MONO | {"mono": "german"}]}, ["'german' is not a code", "such as german1"]),
+        ({"sources": [MONO | {"licence": "\ud800"}]}, ["unpaired surrogate"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}}]}, ["sources.0.rules.lenght: unknown key"]),
         ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),
         ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [minimum, maximum]"]),
@@ -764,6 +767,22 @@ def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
     links.write_bytes(zstandard.compress(b"0-0\n1-1\n"))
     with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*spaces and tabs divide words"):
         run(tmp_path, tree, out="again")
+
+
+@pytest.mark.parametrize(
+    ("first_line", "pairs", "is_refused"), [("1-1", 1000, True), ("1-1", 999, False), ("1-0", 1000, False)]
+)
+def test_links_counted_from_1_are_refused(tmp_path: Path, first_line: str, pairs: int, is_refused: bool) -> None:
+    """An aligner that counts from 1 and never links the last words gives no link outside of the texts."""
+    names = moses(tmp_path, [(f"{n} one .", f"{n} zwei .") for n in range(pairs)])
+    links = tmp_path / "m.links"
+    links.write_text("\n".join([first_line, *["1-1 2-2"] * (pairs - 1)]) + "\n")
+    tree = {"sources": [{"pairs": ["en", "de"], "text": names, "links": str(links)}]}
+    if not is_refused:
+        run(tmp_path, tree)
+        return
+    with pytest.raises(UserError, match=rf"^{links}: no link of 1,000 pairs has the number 0, .*counted from 0: "):
+        run(tmp_path, tree)
 
 
 @pytest.mark.parametrize(

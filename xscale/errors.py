@@ -58,7 +58,7 @@ def redact(text: str) -> str:
 
 ENVIRONMENT_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM),  # a disk
-    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE),  # limits
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE, errno.EFBIG),  # limits
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
     *(errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EBUSY),
 }

@@ -14,6 +14,11 @@ import numpy as np
 from xscale.data.words import segment_into_words_and_symbols
 
 LINKS = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
+FIRST_WORD = re.compile("(?<![0-9])0(?![0-9])")
+"""Matches the number of a first word in links whose words are counted from 0."""
+FEWEST_TO_JUDGE = 1000
+"""The fewest pairs with links that show whether words are counted from 0. Of so many pairs, some have a link of a first
+word."""
 _LINK_WORD = re.compile(r"[^ \t\n]+")
 
 Link = tuple[int, int]

@@ -41,6 +41,24 @@ _CHINESE_SCRIPTS = {"cn": "hans", "sg": "hans", "tw": "hant", "hk": "hant", "mo"
 """Region -> the script in which Chinese is written there."""
 
 
+_NAME = re.compile(r"\w+(-\w+)*")
+
+
+def check_language_name(name: str) -> None:
+    """Raise ValueError for a name that files cannot have, and for a word such as german, which has no common code with
+    de. Invented names of up to three letters, or with a digit, are allowed."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"the language name {name!r} may have only letters, digits and _, and single hyphens between these "
+            "characters, as in zh-Hant. Correct the name"
+        )
+    if len(name) > 3 and name.isalpha():
+        raise ValueError(
+            f"the language name {name!r} is not a code. Write a code of two or three letters, such as de, eng_Latn or "
+            f"zh-Hans. If the language has no code, write a name with a digit, such as {name}1"
+        )
+
+
 def _first_codes(table: str) -> dict[str, str]:
     """Return {other code: first code of its group}. table: groups of codes, separated by commas."""
     first_codes = {}

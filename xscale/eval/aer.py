@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.data.link_projection import FIRST_WORD
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import scores_with_intervals
@@ -145,7 +146,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         if len(row) != 3 or not row[0] or not row[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} does not have the form {form}. Correct the line")
         rows.append(row)
-        if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):
+        if FIRST_WORD.search(" ".join(row[2])):
             first = 0
     pairs = []
     for number, row in enumerate(rows, start=1):
