@@ -341,7 +341,9 @@ def allocate() -> Exception:
     ids=str,
 )
 def test_what_an_error_is_and_what_to_do(error: Exception, code: int, advice: str) -> None:
+    """status.json has this text itself."""
     assert exit_code_and_message(error)[0] == code and advice in exit_code_and_message(error)[1]
+    assert "status.json" not in exit_code_and_message(error)[1]
 
 
 SILENT = """

@@ -210,8 +210,8 @@ CAUSES = (
         ),
         MACHINE,
         LOST_RANK
-        + " ({}); status.json or the log of the other rank has the reason. If the reason is an error in the settings "
-        "or the data, correct the error. Then start the run again: the run continues",
+        + " ({}). The end of its log, logs/rankN.log, has the reason, unless the rank was killed. If the reason is an "
+        "error in the settings or the data, correct the error. Then start the run again: the run continues",
     ),
     (
         ("Address already in use", "EADDRINUSE"),
