@@ -94,7 +94,9 @@ def values(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(values, arguments))
     if origin is list:
-        inner = {str: "texts", recipe.EvalTask: "tasks", recipe.Count: "integers > 0"}[arguments[0]]
+        inner = {str: "texts", recipe.Text: "texts", recipe.EvalTask: "tasks", recipe.Count: "integers > 0"}[
+            arguments[0]
+        ]
         return f"list of {inner}"
     assert origin is Annotated, hint
     bounds = [bound for extra in arguments[1:] for bound in getattr(extra, "metadata", [extra])]

@@ -97,6 +97,9 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
     assert read.streams["mlm"].languages == ["de", written]
 
 
+PATHS = ("model.init", "model.tokenizer", "data.cache")
+
+
 @pytest.mark.parametrize(
     ("assignment", "shown"),
     [
@@ -126,6 +129,15 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
         ("streams.mlm.samples=0", "0"),
         ("streams.mlm.mask_prob=1.0", "1"),
         ("streams.mlm.weight=1e308", "1e+308"),
+        ("train.warmup=1.9", "1.9: the value must be a share below 1, or a whole number of steps"),
+        ("train.decay=1.1", "1.1: the value must be a share below 1"),
+        ("train.skip_steps=[7, 5000]", "5000 is not a step of the run, which has 1000 steps"),
+        ("train={steps: 2, skip_steps: [1, 2]}", "train.skip_steps: the run would skip all of its 2 steps"),
+        *((f"{field}=''", "the text must have at least 1 character") for field in PATHS),
+        ("data.lexicons=['']", "data.lexicons[0]: '': the text must have at least 1 character"),
+        ("phases={}", "{} is not a list"),
+        ("phases=false", "False is not a list"),
+        ("phases=[{until: 1001}]", "phases[0].until: 1001 is not a step of the run, which has 1000 steps"),
     ],
 )
 def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: str) -> None:
@@ -303,6 +315,15 @@ def test_the_last_set_counts() -> None:
 def test_set_is_strict(assignment: str, named: str) -> None:
     (line,) = problems(load, "mlm", assignment)
     assert line.strip().startswith(named)
+
+
+def test_an_error_names_the_set_flag_of_its_section() -> None:
+    with pytest.raises(UserError) as error:
+        load("mixed", "train.steps=7", "eval.tasks=[{name:heldout}]", "eval.every=5")
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("mixed.yaml with --set 'eval.tasks=[{name:heldout}]' 'eval.every=5':")
+    assert "  eval.tasks[0].name: the value is missing. Write a value" in lines
+    assert "  eval.tasks[0].name:heldout: unknown field. Write a space after the colon" in "\n".join(lines)
 
 
 # 5. Meaning

@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PositiveFloat,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError, indent_lines
@@ -33,6 +42,16 @@ MOST = 1 << 40
 """The maximum number of steps, samples or tokens. It is larger than needed, and a float represents it exactly."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def check_steps_or_share(value: float) -> float:
+    if 1 < value < 2:
+        raise ValueError("the value must be a share below 1, or a whole number of steps")
+    return value
+
+
+StepsOrShare = Annotated[float, Field(ge=0), AfterValidator(check_steps_or_share)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -41,13 +60,13 @@ class ModelConfig:
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
     weights. To set `init` to a model that xscale has not trained, you must then also set train.lr by --set. model: the
     weights of a pre-trained model, so you must set `init`. any: either kind."""
-    init: str | None = None
+    init: Text | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
     hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture that `preset`
     names."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of the encoder if `init` is null (random weights)."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """A directory with a Hugging Face tokenizer. If the model `init` has a tokenizer, the directory must have the same
     tokenizer. null: the tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or
     in its parent."""
@@ -117,10 +136,10 @@ class DataConfig:
     workers: Annotated[int | Literal["auto"], PlainValidator(check_workers)] = "auto"
     """The number of processes per rank that load data. 0: the training process loads the data itself. auto: 2 processes
     on a CPU, and 4 to 6 on a GPU, depending on the number of cores."""
-    cache: str | None = None
+    cache: Text | None = None
     """The folder on each machine to which xscale copies the shards that --data names by URL. null: ~/.cache/xscale."""
 
-    lexicons: list[str] = dataclasses.field(default_factory=list)
+    lexicons: list[Text] = dataclasses.field(default_factory=list)
     """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is
     empty, xscale reads the files `lexicon/*.txt` in the first --data directory or in its parent. A stream whose
     objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is used only
@@ -147,14 +166,14 @@ class TrainConfig:
     """The peak learning rate of new heads: the layers that objectives add to the encoder. The masked-LM head (the
     layers that predict tokens) is also new, unless model.init is a model with a trained one. The learning rate of new
     heads rises and falls in the same steps as that of the other weights. null: the value of `lr`."""
-    warmup: NotNegative = 0.1
+    warmup: StepsOrShare = 0.1
     """The number of steps at the beginning of the run in which the learning rate rises linearly to `lr`. A number below
     1 is a share of `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
     """The curve by which the learning rate falls. The learning rate is `lr` times 1 - x (linear), (1 + cos(pi x)) / 2
     (cosine) or 1 - sqrt(x) (1-sqrt), where x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler
     of the ds_config if it has one."""
-    decay: NotNegative | None = None
+    decay: StepsOrShare | None = None
     """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
     learning rate is constant. A number below 1 is a share of `steps`. null: the learning rate falls in all steps after
     the warm-up. 0: the learning rate never falls."""
@@ -210,6 +229,20 @@ class TrainConfig:
             )
         return self
 
+    @model_validator(mode="after")
+    def skips_steps_of_the_run(self) -> Self:
+        last = max(self.skip_steps, default=0)
+        if last > self.steps:
+            raise ValueError(
+                f"skip_steps: {last} is not a step of the run, which has {self.steps} steps. Remove the number, or "
+                "raise train.steps"
+            )
+        if len(set(self.skip_steps)) == self.steps:
+            raise ValueError(
+                f"skip_steps: the run would skip all of its {self.steps} steps. Remove a number, or raise train.steps"
+            )
+        return self
+
     def steps_of_share(self, number_or_share: float) -> int:
         """Return `number_or_share` as a number of steps. A value below 1 is a share of the run's steps."""
         return round(number_or_share * self.steps) if number_or_share < 1 else int(number_or_share)
@@ -248,7 +281,7 @@ class EvalTask:
     for all records together and for each language or language pair. retrieval measures the share of the sentences in
     `data` whose nearest neighbour among the sentences of the other language, by sentence vectors, is their translation.
     A second task of the same kind needs a suffix, such as heldout.test."""
-    data: list[str] = dataclasses.field(default_factory=list)
+    data: list[Text] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
     """The maximum number of records that the task reads of each language and of each language pair."""
@@ -449,13 +482,24 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     problems = list[str]()
     for assignment in sets:
         apply_set_flag(tree, assignment, problems)
-    phases = tree.pop("phases", None) or []
+    phases = tree.pop("phases", None)
+    phases = [] if phases is None else phases
     recipe = build_recipe_without_phases(tree, objectives, problems)
     if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
-        raise UserError(f"recipe {path}:\n{indent_lines(problems)}")
+        raise UserError(f"recipe {path}{sets_with_problems(sets, problems)}:\n{indent_lines(problems)}")
     return recipe
+
+
+def sets_with_problems(sets: list[str], problems: list[str]) -> str:
+    """Return " with --set ..." with the assignments that set a field of a section with a problem, or ""."""
+    found = list[str]()
+    for assignment in sets:
+        section = re.split("[.=]", assignment)[0]
+        if any(problem.startswith(section) for problem in problems):
+            found.append(f"{assignment[:80]!r}")
+    return f" with --set {' '.join(found)}" if found else ""
 
 
 def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
@@ -599,6 +643,10 @@ def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[st
     end = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:
         end = round(until * steps)
+    if end > steps:
+        problems.append(
+            f"until: {until!r} is not a step of the run, which has {steps} steps. Lower until, or raise train.steps"
+        )
     if end < begin:
         problems.append(
             f"until: {until!r} must be the number of the last step of the phase, and at least {begin}. Write a whole "
@@ -662,6 +710,8 @@ def field_names(cls: Any) -> list[str]:
 
 def unknown_or_removed_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
+    if ":" in name:
+        return f"{name}: unknown field. Write a space after the colon that ends the name of a field"
     return removed_field_error(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
 
@@ -673,7 +723,7 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        if len(details["loc"]) > 1:  # of a record in a list, such as eval.tasks
+        if len(details["loc"]) > 1 and ":" not in name:  # of a record in a list, such as eval.tasks
             return f"{name}: unknown field. Remove the field"
         return unknown_or_removed_key_message(name, where, keys)
     if kind == "missing":
