@@ -222,6 +222,15 @@ def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -
         open_corpus(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
 
 
+@pytest.mark.parametrize(("recipe", "share"), [("mlm", None), ("dict_mlm", 0.2)])
+def test_a_model_knows_which_share_was_withheld_if_objectives_read_dictionaries(
+    demo: Path, recipe: str, share: float | None
+) -> None:
+    run_recipe, corpus = resolve.resolve_run(recipe, [], [demo])
+    config = resolve.module_of_run(run_recipe, corpus).encoder.lm.config
+    assert config.xscale.get("lexicon_heldout") == share
+
+
 def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictionary) -> None:
     """It is no part of what a resume compares, nor is the share withheld; both are where an objective reads it."""
     path = demo / "lexicon" / "en-xx.txt"

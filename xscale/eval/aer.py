@@ -127,6 +127,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     file of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible link. Words are counted from 0 if any
     link has a 0, else from 1. Raises UserError."""
     lines = read_all_lines(text)
+    text_lines = lines
     separator = "\t"
     form = "`sentence<TAB>sentence<TAB>links` (links: word alignments such as 0-0 1-2)"
     if links is not None:
@@ -135,8 +136,8 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         link_lines = read_all_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
-                f"{links} has {len(link_lines):,} lines, and {text} has {len(lines):,} lines. Write one line of "
-                "word alignments for each line of sentences"
+                f"the number of lines is {len(link_lines):,} in {links} and {len(lines):,} in {text}. Write one line "
+                "of word alignments for each line of sentences"
             )
         lines = list(map("|||".join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
@@ -144,13 +145,16 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     for number, line in enumerate(lines, start=1):
         row = [re.findall("[^ \t]+", cell) for cell in line.split(separator)]  # U+3000 can be a word of Japanese text
         if len(row) != 3 or not row[0] or not row[1]:
-            raise UserError(f"{text}: line {number}: {line[:60]!r} does not have the form {form}. Correct the line")
+            quoted = text_lines[number - 1][:60]
+            raise UserError(f"{text}: line {number}: {quoted!r} does not have the form {form}. Correct the line")
         rows.append(row)
         if FIRST_WORD.search(" ".join(row[2])):
             first = 0
     pairs = []
     for number, row in enumerate(rows, start=1):
         pairs.append(parse_linked_pair(row, first, f"{links or text}: line {number}"))
+    if not any(pair.sure for pair in pairs):
+        raise UserError(f"{links or text} has no sure link, which the error rate needs. Write sure links such as 0-0")
     return pairs
 
 

@@ -14,7 +14,9 @@ Shape letters: S pairs, M predicted tokens.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,10 +50,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
             "directory that AutoModelForMaskedLM has saved"
         )
     if has_untrained_head(model.encoder.lm):
-        LOG.warning(
-            f"--model {model.path}: the masked-LM head was never trained, so the TLM loss of {source.langs_name} is "
-            "that of random predictions"
-        )
+        warn_of_untrained_head(model.path)
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,
         language_dropout=float(not any(model.language_ids(source.langs).values())),
@@ -81,6 +80,14 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
         "dropped": float(len(texts) - len(sums_S3)),
     }
     return {"": scores_with_intervals(sums_S3, scores_of) | numbers}
+
+
+@cache
+def warn_of_untrained_head(path: Path) -> None:
+    """Warn once for a model that its predictions are random."""
+    LOG.warning(
+        f"--model {path}: the masked-LM head was never trained, so its TLM losses are those of random predictions"
+    )
 
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes

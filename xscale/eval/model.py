@@ -68,7 +68,7 @@ class ExportedModel:
         self.reset_positions: bool = trained.get("reset_positions", False)
         """These three options have the values that they had in the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", 1.0)
-        """The share of a dictionary's entries that training withheld: all, if xscale did not train the model."""
+        """The share of a dictionary's entries that training withheld: all, if no objective read a dictionary."""
 
     @property
     def max_length(self) -> int:

@@ -17,13 +17,15 @@ from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
-from xscale.errors import ExitCode, UserError, run_and_exit, run_command
+from xscale.errors import LOG, ExitCode, UserError, run_and_exit, run_command
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
 
 RECORDS = 1000
 """The default of --limit, except for --texts."""
+SHOWN = 10
+"""The maximum number of files that a warning lists."""
 LANGUAGE = re.compile(r"(?!(bin|csv|dev|idx|log|md|pdf|py|sh|tar|tsv|txt|zip)$)[a-z]{2,3}([-_]\w+)*")
 """Matches the language in the name of a file of parallel text. Usual suffixes of files do not match."""
 
@@ -199,23 +201,33 @@ def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[Result
 
 
 def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
+    checked: set[str] = set()
+
     def evaluate(
-        langs: tuple[str, ...], read: Callable[[], list[tuple[str, ...]]], model: ExportedModel
+        langs: tuple[str, ...],
+        read: Callable[[], list[tuple[str, ...]]],
+        names: tuple[str, ...],
+        model: ExportedModel,
     ) -> dict[str, Scores]:
-        return retrieval.evaluate(model, read(), langs, args.pooling, args.layer or [-1], args.margin or ["cosine"])
+        texts = read()
+        for side, name in enumerate(names):
+            if name not in checked:
+                warn_of_unsuitable_sentences(name, [pair[side] for pair in texts], model)
+        checked.update(names)
+        return retrieval.evaluate(model, texts, langs, args.pooling, args.layer or [-1], args.margin or ["cosine"])
 
     rows: list[ResultsRow] = []
     for folder in args.texts:
-        for name, paths in find_parallel_files(folder).items():
+        parallel = find_parallel_files(folder)
+        warn_of_other_files(folder, parallel)
+        for name, paths in parallel.items():
             has_english = "en" in map(short_code, paths)
             for langs in combinations(sorted(paths), 2):
                 if not has_english or "en" in map(short_code, langs):
                     read = partial(read_parallel_lines, paths[langs[0]], paths[langs[1]], args.limit)
-                    rows.append(
-                        ResultsRow(
-                            "retrieval", sorted_pair_name(langs), Path(name), partial(evaluate, langs, read), read
-                        )
-                    )
+                    names = (str(paths[langs[0]]), str(paths[langs[1]]))
+                    retrieve = partial(evaluate, langs, read, names)
+                    rows.append(ResultsRow("retrieval", sorted_pair_name(langs), Path(name), retrieve, read))
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Use folders with one file per "
@@ -224,7 +236,8 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            retrieve = partial(evaluate, source.langs, read)
+            names = tuple(f"{source.directory}: text in {language}" for language in source.langs)
+            retrieve = partial(evaluate, source.langs, read, names)
             rows.append(ResultsRow("retrieval", source.sorted_langs_name, source.directory, retrieve, read))
     return rows
 
@@ -232,9 +245,11 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
 def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     """Find the parallel text in a folder and below it: files whose names differ only in the language, which stands
     between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
-    path}}."""
+    path}}. Raises UserError if there is no such folder."""
+    if not folder.is_dir():
+        raise UserError(f"--texts {folder}: this folder does not exist. Correct the path")
     texts: dict[str, dict[str, Path]] = {}
-    for path in files.list_visible_files(folder) if folder.is_dir() else []:
+    for path in files.list_visible_files(folder):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:
@@ -245,6 +260,31 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     return {name: paths for name, paths in texts.items() if len(paths) > 1}
 
 
+def warn_of_other_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> None:
+    """Warn of the files in a folder that are not read. parallel: the result of find_parallel_files."""
+    read = {path for paths in parallel.values() for path in paths.values()}
+    others = [str(path.relative_to(folder)) for path in files.list_visible_files(folder) if path not in read]
+    if parallel and others:
+        more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
+        LOG.warning(
+            f"--texts {folder}: not read, because the name has no language or no other file has the same name in "
+            f"another language: {', '.join(others[:SHOWN])}{more}"
+        )
+
+
+def warn_of_unsuitable_sentences(name: str, sentences: list[str], model: ExportedModel) -> None:
+    """Warn of sentences that lower the accuracy of retrieval. name: the file of the sentences."""
+    texts = [sentence for sentence in sentences if sentence.strip()]
+    empty = len(sentences) - len(texts)
+    repeated = len(texts) - len(set(texts))
+    cut = sum(len(ids) > model.max_length - 2 for ids in model.tokenizer.encode(texts))
+    if empty or repeated or cut:
+        LOG.warning(
+            f"{name}: of {len(sentences):,} sentences, {repeated:,} repeat an earlier sentence, {empty:,} are empty, "
+            f"and {cut:,} are cut at the maximum of the model, {model.max_length} tokens. They lower the accuracy"
+        )
+
+
 def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
     """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines, or
     if neither has any."""
@@ -252,9 +292,9 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
     second_lines = aer.read_all_lines(second)[:limit]
     if not 0 < len(first_lines) == len(second_lines):
         raise UserError(
-            f"{first} has {len(first_lines):,} lines, and {second} has {len(second_lines):,} lines; line n of one file "
-            "must be the translation of line n of the other. Correct one of the two files, or move the wrong file "
-            "to another folder"
+            f"the number of lines is {len(first_lines):,} in {first} and {len(second_lines):,} in {second}; line n of "
+            "one file must be the translation of line n of the other. Correct one of the two files, or move the wrong "
+            "file to another folder"
         )
     return list(zip(first_lines, second_lines, strict=True))
 

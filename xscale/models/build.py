@@ -208,7 +208,8 @@ def build_initial_encoder(
         seed=recipe.train.seed,
         load=load,
     )
-    encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
+    if corpus.lexicons:  # otherwise no objective reads a dictionary
+        encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
     encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
     return encoder
 

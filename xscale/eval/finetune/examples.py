@@ -182,10 +182,15 @@ def read_squad(path: Path) -> Iterator[tuple[Place, Columns]]:
                         answers["text"].append(answer["text"])
                         answers["answer_start"].append(answer["answer_start"])
                     yield place, {"context": paragraph["context"]} | question | {"answers": answers}
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}). Download the file again") from None
+    except (KeyError, TypeError) as error:
+        reason = "a value has the wrong type"
+        if isinstance(error, KeyError):
+            reason = f"the field {error} is missing"
         raise UserError(
-            f"{path} is not JSON of SQuAD 1.1, because the part after {place} cannot be read "
-            f"({type(error).__name__}: {error}). Download the file again"
+            f"{path} is not JSON of SQuAD 1.1, because {reason} after {place}. Write the fields as in the files of "
+            "SQuAD 1.1: data, paragraphs, context, qas, id, question, answers, text and answer_start"
         ) from None
 
 

@@ -241,6 +241,8 @@ class QuestionAnswering(Task):
         if not answers or not question.strip() or not context.strip():
             raise LeftOut("a text is blank, or the question has no answer")
         for text, first in answers:
+            if text not in context:
+                raise UserError(f"the context does not have the answer {text!r}. Correct the answer or the context")
             if not context.startswith(text, first):
                 raise UserError(
                     f"the context does not have the answer {text!r} at answer_start {first}. Set answer_start to "
