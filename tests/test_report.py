@@ -178,6 +178,17 @@ def test_a_broken_last_line_is_left_out(tmp_path: Path, last: str) -> None:
     assert row_of(page_of(folder, out=tmp_path / "r.html"), "logged steps") == ["2"]
 
 
+def test_a_run_without_metrics_is_named(run: Path, tmp_path: Path, capsys: Any) -> None:
+    empty = write_run(tmp_path / "empty", [], [], {})
+    lost = write_run(tmp_path / "lost", [], [], {})
+    (lost / "metrics.jsonl").unlink()
+    page_of(run, empty, lost, out=tmp_path / "r.html")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    for folder, warning in zip((empty, lost), warnings, strict=True):
+        assert warning.startswith(f"warning: {folder}/metrics.jsonl is missing or has no readable line")
+
+
 def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> None:
     """Without lines, without metrics.jsonl and status.json, and with numbers that are not finite, which have no
     chart; an empty config.yaml says nothing, nor does a status.json of another form."""

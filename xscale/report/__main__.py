@@ -7,6 +7,7 @@ The table has a column for each file, and the difference of each later model fro
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from xscale import files
@@ -45,6 +46,12 @@ def write_report(args: argparse.Namespace) -> ExitCode:
             result_files.append(path)
         else:
             runs[str(path)] = read_run(path)
+            if not runs[str(path)].metrics:
+                print(
+                    f"warning: {path / 'metrics.jsonl'} is missing or has no readable line, so the page has no curves "
+                    f"of {path}",
+                    file=sys.stderr,
+                )
     files.write_text(args.out, render_page(runs, read_results(result_files)))
     print(args.out)
     return 0
