@@ -13,6 +13,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.dry_run import dry_run
+from xscale.errors import LOG
 from xscale.ranks import Process
 from xscale.run.describe import language_share_lines, unlisted_shards_warnings
 
@@ -47,6 +48,35 @@ def test_shares_and_epochs(demo: Path) -> None:
     small = shown.pop("mlm yy")  # 120 sentences are about 12 samples, of which the last of each epoch is short
     assert small == pytest.approx(drawn.pop("mlm yy"), rel=0.2)
     assert shown == pytest.approx(drawn, rel=0.1)
+
+
+def test_shares_of_a_language_name_its_folders(demo: Path, tmp_path: Path) -> None:
+    """Two folders of one language have a share each."""
+    for name in ("mono_xx", "mono_yy"):
+        shutil.copytree(demo / name, tmp_path / name)
+    texts = [Source(demo / "mono_yy").read(0, number).texts[0] for number in range(50)]
+    (tmp_path / "text").write_text("\n".join(texts), encoding="utf-8")
+    write_shards.main(["mono", "--text", str(tmp_path / "text"), "--lang", "yy", "--out", str(tmp_path / "other_yy")])
+    (tmp_path / "tokenizer").symlink_to(demo / "tokenizer")
+    (line,) = language_share_lines(loader_of(tmp_path, "mlm", measured=True))
+    assert re.findall(r"(\S+) \S+% \(\S+ epochs(.*?)\)", line) == [
+        ("xx", ""),
+        ("yy", " of the folder mono_yy"),
+        ("yy", " of the folder other_yy"),
+    ]
+
+
+@pytest.mark.usefixtures("quick_calibration")
+def test_a_dry_run_warns_of_swapped_columns(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOG, "propagate", True)
+    swapped = tmp_path / "en-xx.txt"
+    shutil.copy(demo / "lexicon/xx-en.txt", swapped)
+    words = ["--ds_config", str(launch.ROOT / "ds_configs/zero2_cpu.json"), "--recipe", "mlm", "--dry_run"]
+    words += ["--data", str(demo), "--out", str(tmp_path / "out"), "--set", "data.workers=0", "model.preset=tiny"]
+    dry_run(launch.parse_arguments([*words, f"data.lexicons=[{swapped}]"]), ALONE)
+    assert "rename the file to xx-en.txt" in caplog.text
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -244,6 +244,8 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     measured = {s.name: (s.sources, s.samples) for s in streams_of_heldout_text(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "word_contrast": second}
+    measured = {stream.name for stream in streams_of_heldout_text(recipe, corpus, sources[:1])}
+    assert measured == {"tlm", "ppa"}, "without any links, the other objectives are measured"
 
 
 HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"
@@ -252,7 +254,7 @@ WRONG = {
         "alignlm",
         ["heldout, data: [{odd}/bare]"],
         [],
-        r"eval\.heldout: streams\.alignlm needs word alignments, .*bare",
+        r"eval\.heldout: no stream .*\(en-xx\)\. None of its pairs has the word alignments that alignlm needs",
     ),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope does not exist"),

@@ -11,6 +11,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, batch_or_raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
+from xscale.eval.alignment_score import collect_probe_words_of_run
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
@@ -49,6 +50,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         *unlisted_shards_warnings(run.corpus),
         sep="\n",
     )
+    if run.recipe.train.measure_every and (run.corpus.lexicons or run.corpus.measured):
+        collect_probe_words_of_run(run.corpus, CpuGroup(), lambda _: None)  # warns of unsuitable dictionaries
     print(*measure_requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     print(
         f"--out {args.out}: "

@@ -112,19 +112,27 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 
 def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
     """Return the streams that can read held-out sources, with all their records as one step. Raises UserError if there
-    is none."""
+    is none, and if only some pairs of a source have the word links that a stream needs."""
     streams = list[Stream]()
+    without_links = list[str]()
     for stream in corpus.streams.last:
         chosen = matching_source_indices(stream.objective.record_kind, recipe.streams[stream.name].languages, sources)
         if chosen and stream.objective.needs == "links":
+            if not any(sources[number].linked_pair_count for number in chosen):
+                without_links.append(stream.name)
+                continue
             chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:
             stream = replace(stream, sources=chosen).with_sources_of_all_phases(sources, chosen)
             streams.append(replace(stream, samples=stream.record_count(sources)))
     if not streams:
+        problem = ""
+        if without_links:
+            problem = f"None of its pairs has the word alignments that {' and '.join(without_links)} needs. "
         raise UserError(
             "no stream of the recipe can read the evaluation data "
-            f"({', '.join(source.sorted_langs_name for source in sources)}). Use other data, or remove the task"
+            f"({', '.join(source.sorted_langs_name for source in sources)}). {problem}Use other data, or remove the "
+            "task"
         )
     return streams
 

@@ -143,13 +143,17 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     unless = ", unless a phase changes the stream" if loader.recipe.phases else ""
     for stream in loader.last_streams:
         texts = list[str]()
+        names = [loader.corpus.sources[number].sorted_langs_name for number in stream.sources]
         weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
-        for number, weight in zip(stream.sources, weights.tolist(), strict=True):
+        for number, name, weight in zip(stream.sources, names, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
             if stream.reads_running_text:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
-            texts.append(f"{loader.corpus.sources[number].sorted_langs_name} {weight:.2%} ({epochs:,.2f} epochs)")
+            folder = ""
+            if names.count(name) > 1:
+                folder = f" of the folder {loader.corpus.sources[number].directory.name}"
+            texts.append(f"{name} {weight:.2%} ({epochs:,.2f} epochs{folder})")
         yield (
             f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. Each language's share of the "
             f"samples, and the epochs of its data over the whole run: {', '.join(texts)}"
