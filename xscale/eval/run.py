@@ -236,8 +236,8 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            names = tuple(f"{source.directory}: text in {language}" for language in source.langs)
-            retrieve = partial(evaluate, source.langs, read, names)
+            texts_of_source = tuple(f"{source.directory}: text in {language}" for language in source.langs)
+            retrieve = partial(evaluate, source.langs, read, texts_of_source)
             rows.append(ResultsRow("retrieval", source.sorted_langs_name, source.directory, retrieve, read))
     return rows
 
