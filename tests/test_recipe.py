@@ -131,13 +131,10 @@ PATHS = ("model.init", "model.tokenizer", "data.cache")
         ("streams.mlm.weight=1e308", "1e+308"),
         ("train.warmup=1.9", "1.9: the value must be a share below 1, or a whole number of steps"),
         ("train.decay=1.1", "1.1: the value must be a share below 1"),
-        ("train.skip_steps=[7, 5000]", "5000 is not a step of the run, which has 1000 steps"),
-        ("train={steps: 2, skip_steps: [1, 2]}", "train.skip_steps: the run would skip all of its 2 steps"),
         *((f"{field}=''", "the text must have at least 1 character") for field in PATHS),
         ("data.lexicons=['']", "data.lexicons[0]: '': the text must have at least 1 character"),
         ("phases={}", "{} is not a list"),
         ("phases=false", "False is not a list"),
-        ("phases=[{until: 1001}]", "phases[0].until: 1001 is not a step of the run, which has 1000 steps"),
     ],
 )
 def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: str) -> None:

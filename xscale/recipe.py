@@ -229,20 +229,6 @@ class TrainConfig:
             )
         return self
 
-    @model_validator(mode="after")
-    def skips_steps_of_the_run(self) -> Self:
-        last = max(self.skip_steps, default=0)
-        if last > self.steps:
-            raise ValueError(
-                f"skip_steps: {last} is not a step of the run, which has {self.steps} steps. Remove the number, or "
-                "raise train.steps"
-            )
-        if len(set(self.skip_steps)) == self.steps:
-            raise ValueError(
-                f"skip_steps: the run would skip all of its {self.steps} steps. Remove a number, or raise train.steps"
-            )
-        return self
-
     def steps_of_share(self, number_or_share: float) -> int:
         """Return `number_or_share` as a number of steps. A value below 1 is a share of the run's steps."""
         return round(number_or_share * self.steps) if number_or_share < 1 else int(number_or_share)
@@ -643,10 +629,6 @@ def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[st
     end = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:
         end = round(until * steps)
-    if end > steps:
-        problems.append(
-            f"until: {until!r} is not a step of the run, which has {steps} steps. Lower until, or raise train.steps"
-        )
     if end < begin:
         problems.append(
             f"until: {until!r} must be the number of the last step of the phase, and at least {begin}. Write a whole "
