@@ -230,8 +230,7 @@ def run_in_terminal(ends: tuple[int, int], nohup: bool, ready: Any, why: Path) -
     os.close(ends[0])
     os.setsid()
     fcntl.ioctl(ends[1], termios.TIOCSCTTY, 0)
-    if nohup:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # also if the tests run under nohup
     stop = StopRequest(None)
     ready.set()
     end = time.monotonic() + (0.5 if nohup else 30)
