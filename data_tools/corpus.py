@@ -182,7 +182,7 @@ class SourceSpec(Strict):
             )
         if self.mono and self.format in ("tsv", "tmx"):
             raise ValueError(f"mono: a source with `{self.format}` has pairs. Write pairs: [en, de] instead of mono")
-        for language in self.langs:
+        for language in self.langs if self.shards is None else ():  # index.json names those of shards
             check_language_name(language)
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(

@@ -9,6 +9,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -222,13 +223,18 @@ def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -
         open_corpus(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
 
 
-@pytest.mark.parametrize(("recipe", "share"), [("mlm", None), ("dict_mlm", 0.2)])
-def test_a_model_knows_which_share_was_withheld_if_objectives_read_dictionaries(
-    demo: Path, recipe: str, share: float | None
+@pytest.mark.parametrize(
+    ("recipe", "before", "share"),
+    [("mlm", 1.0, 1.0), ("dict_mlm", 1.0, 0.2), ("mlm", 0.1, 0.1), ("dict_mlm", 0.1, 0.1)],
+)
+def test_a_model_knows_which_share_was_withheld_from_all_its_training(
+    demo: Path, recipe: str, before: float, share: float
 ) -> None:
+    """before: the share in the training of model.init."""
     run_recipe, corpus = resolve.resolve_run(recipe, [], [demo])
+    corpus = replace(corpus, withheld_before=before, unseen=min(before, corpus.lexicon_heldout))
     config = resolve.module_of_run(run_recipe, corpus).encoder.lm.config
-    assert config.xscale.get("lexicon_heldout") == share
+    assert config.xscale["lexicon_heldout"] == share
 
 
 def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictionary) -> None:

@@ -199,3 +199,11 @@ def test_a_state_is_told_the_number_of_steps(demo: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
     module_of_run(*resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]))
     assert state.steps == 7
+
+
+def test_a_queue_without_the_methods_that_fill_it_is_refused(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """xscale would call no other method, and would train with an empty queue."""
+    state = SimpleNamespace(steps=0, prefill_samples=9, gather=print, finish_warmup=print)
+    monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
+    with pytest.raises(UserError, match=r"streams\.tlm: .*not the methods gather_new_vectors and enqueue_new_vectors"):
+        module_of_run(*resolve_run("tlm", ["data.workers=0"], [demo]))

@@ -58,9 +58,19 @@ def redact(text: str) -> str:
 
 ENVIRONMENT_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM),  # a disk
-    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE, errno.EFBIG),  # limits
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE, errno.EFBIG, errno.EAGAIN, errno.ENOMEM, errno.ENOLCK),  # limits
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
-    *(errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EBUSY),
+    *(
+        errno.ETIMEDOUT,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ENOTCONN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EREMOTEIO,
+        errno.EBUSY,
+    ),
 }
 """The error numbers of OSErrors that are taken for a failure of a file system, network or device, not for a bug."""
 

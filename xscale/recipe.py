@@ -58,8 +58,9 @@ StepsOrShare = Annotated[float, Field(ge=0), AfterValidator(check_steps_or_share
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. To set `init` to a model that xscale has not trained, you must then also set train.lr by --set. model: the
-    weights of a pre-trained model, so you must set `init`. any: either kind."""
+    weights. Such a learning rate can harm a pre-trained model, so if you set `init` to a model that xscale has not
+    trained, you must also set train.lr by --set. model: the weights of a pre-trained model, so you must set `init`.
+    any: either kind."""
     init: Text | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
     hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture that `preset`
@@ -533,7 +534,7 @@ def build_recipe_without_phases(
     for name, fields in tree.items():
         if name in SECTIONS and fields is not None:
             if name == "train" and isinstance(fields, dict) and fields.get("epochs"):
-                if "steps" in fields:
+                if fields.get("steps") is not None:
                     read_section(TrainConfig, {"steps": fields["steps"]}, name, problems)
                 fields = fields | {"steps": BY_EPOCHS}
             sections[name] = read_section(SECTIONS[name], fields, name, problems)

@@ -76,7 +76,12 @@ class CheckpointManager:
             return
         started = time.monotonic()
         self.note(f"saving the checkpoint of step {step}")
-        problem = self._try_publish(step, manifest, self._try_write(step))
+        written = self._try_write(step)
+        names = [] if isinstance(written, OSError) else list(written)
+        self.cpu_group.value_from_main(
+            lambda: remove_checkpoint_if_not_loadable(self.partial_path_of_step(step), names)
+        )
+        problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
             text = (
@@ -130,19 +135,12 @@ class CheckpointManager:
             return cause
 
     def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
-        """Write this rank's files, and return the size and hash of each. Raises UserError if a resume would refuse a
-        file. This happens if a new version of DeepSpeed writes other types; all ranks then write these types."""
+        """Write this rank's files, and return the size and hash of each."""
         folder = self.partial_path_of_step(step)
         names = list(contents)
         for name in names:
             self.note(f"saving the checkpoint of step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
-            problem = store.find_unsafe_content(folder / name)
-            if problem:  # a resume would refuse the file
-                raise UserError(
-                    f"the new checkpoint's file {name} {problem}. An untested version of DeepSpeed may write such "
-                    "files. Install the version of DeepSpeed that constraints.txt of the xscale repository lists"
-                )
         if self.cpu_group.is_main:
             self.write_config_and_tokenizer(folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
@@ -190,3 +188,16 @@ def unwrap_os_error(error: Exception) -> Exception:
             return cause
         cause = cause.__cause__ or cause.__context__
     return error
+
+
+def remove_checkpoint_if_not_loadable(folder: Path, names: list[str]) -> None:
+    """Remove the checkpoint and raise UserError if a resume would refuse one of the files `names`. This happens if a
+    new version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
+    for name in names:
+        problem = store.find_unsafe_content(folder / name) if name.endswith(".pt") else None
+        if problem:
+            files.remove(folder)
+            raise UserError(
+                f"the new checkpoint's file {name} {problem}. An untested version of DeepSpeed may write such "
+                "files. Install the version of DeepSpeed that constraints.txt of the xscale repository lists"
+            )

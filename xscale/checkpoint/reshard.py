@@ -143,6 +143,7 @@ def load_engine_state(engine: Any, path: Path) -> None:
                 for weight, first, last, at in fragments:
                     if first < last:
                         part = saved.read_elements(names[weight], key, first, last)
+                        assert len(part) == last - first, (names[weight], first, last, len(part))
                         numbers.view(-1)[at : at + len(part)].copy_(part)
                 if key == WEIGHT:
                     flat.data.copy_(numbers)

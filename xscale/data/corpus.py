@@ -47,6 +47,8 @@ class Corpus:
     """The share of the dictionaries' entries that is withheld from all objectives of this run."""
     unseen: float
     """The share of the dictionaries' entries that is withheld from this run and from the run of model.init."""
+    withheld_before: float
+    """The share of the dictionaries' entries that was withheld from the run of model.init; 1 if it read none."""
     segments: bool
     """True if the two sentences of a pair have different token types."""
 
@@ -119,6 +121,7 @@ def open_corpus(
         measured=tuple(measured),
         lexicon_heldout=recipe.data.lexicon_heldout,
         unseen=min(withheld_before, recipe.data.lexicon_heldout),
+        withheld_before=withheld_before,
         segments=recipe.data.segments
         and not recipe.any_stream_sets("language_embeddings")
         and tokenizer.pair.segments

@@ -20,7 +20,7 @@ from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records_per_language
 from xscale.data.stream import Stream, matching_source_indices, unify_language_names
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.eval import retrieval
 from xscale.eval.bootstrap import mean
 from xscale.eval.model import ExportedModel, read_texts
@@ -120,6 +120,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
         if chosen and stream.objective.needs == "links":
             if not any(sources[number].linked_pair_count for number in chosen):
                 without_links.append(stream.name)
+                LOG.info(f"evaluation: streams.{stream.name} is left out, because no pair has word alignments")
                 continue
             chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:

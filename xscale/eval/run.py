@@ -247,7 +247,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
     path}}. Raises UserError if there is no such folder."""
     if not folder.is_dir():
-        raise UserError(f"--texts {folder}: this folder does not exist. Correct the path")
+        raise UserError(f"--texts {folder}: this is not a folder. Write the path of a folder")
     texts: dict[str, dict[str, Path]] = {}
     for path in files.list_visible_files(folder):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")

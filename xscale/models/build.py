@@ -208,8 +208,8 @@ def build_initial_encoder(
         seed=recipe.train.seed,
         load=load,
     )
-    if corpus.lexicons:  # otherwise no objective reads a dictionary
-        encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
+    # For eval/alignment_score.py. Without `corpus.lexicons`, no objective of this run reads a dictionary.
+    encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen if corpus.lexicons else corpus.withheld_before
     encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
     return encoder
 

@@ -64,8 +64,8 @@ class PpaOptions:
     states of all tokens except special tokens, as in the paper's footnote 1."""
     queue_size: Count = 32000
     """The number of sentence vectors in the queue (K in the paper). The queue has the newest vectors of the key encoder
-    (a moving average of the trained encoder). The contrastive loss uses these vectors as negatives. The number must be
-    at least the stream's `samples`."""
+    (a moving average of the trained encoder). The contrastive loss uses these vectors as negatives. `queue_size` must
+    be at least the number of samples that the stream reads per step (its field `samples`)."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """The momentum m of the key encoder, a moving average of the trained encoder. After each update of the
     trained encoder, each weight k of the key encoder becomes m * k + (1 - m) * w, where w is the same weight of the

@@ -118,7 +118,8 @@ class JsonLines:
 
 
 def keep_each_step_once(path: Path, begin: int, done: int) -> None:
-    """Prepare metrics.jsonl for a resume: if lines occur twice, keep one line of each step. Warn if steps have no line.
+    """Prepare metrics.jsonl for a resume: if steps occur twice, keep the last line of each step. Warn if steps have no
+    line.
 
     begin: the number of steps before the first step of the run, not 0 for a fork. done: the number of steps done.
     """
@@ -127,9 +128,9 @@ def keep_each_step_once(path: Path, begin: int, done: int) -> None:
     for end, entry in files.entries_from_end(path) if path.exists() else ():
         if entry["step"] <= done:
             has_step_twice = has_step_twice or entry["step"] in end_of_step
-            end_of_step[entry["step"]] = end
+            end_of_step.setdefault(entry["step"], end)
     if has_step_twice:
-        LOG.warning(f"{path} had several lines of the same step. The run keeps one line of each step")
+        LOG.warning(f"{path} had several lines of the same step. The run keeps the last line of each step")
         data = path.read_bytes()
         with files.atomic_write(path) as kept, kept.open("wb") as file:
             for _, end in sorted(end_of_step.items()):

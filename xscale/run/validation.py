@@ -61,7 +61,7 @@ class Validation:
             if self.best_without_line:
                 LOG.warning(
                     f"{path} has no undamaged line of the best checkpoint, {self.best_without_line}, so its score is "
-                    f"unknown. The run keeps this checkpoint, and its name in {self.checkpoints / checkpoints.BEST}. "
+                    f"unknown. The run keeps this checkpoint, and does not change the file {checkpoints.BEST}. "
                     f"To choose the best checkpoint by the scores in {path.name} alone, remove "
                     f"{self.checkpoints / checkpoints.BEST}, and start the run again"
                 )

@@ -49,17 +49,16 @@ UNSUPPORTED = {
     "cpu_offload_param": 'this key is an old name. Write "offload_param": {"device": "cpu"} in place of the key',
 }
 """Key of zero_optimization that xscale does not support -> the remedy."""
-STAGE_3_KEYS = ("stage3_", "offload_param", "zero_quantized_", "zero_hpz_")
+STAGE_3_KEYS = ("stage3_", "offload_param", "zero_quantized_")
 """The beginnings of the keys of zero_optimization that have an effect only at ZeRO stage 3."""
 ADAM = ("adam", "adamw")
-TRUTH_VALUE = (bool, "true or false")
-OPTIONAL_TRUTH_VALUE = (bool | None, "true, false or null")
+TRUTH_VALUE = (bool | None, "true, false or null")
 NOT_NEGATIVE = (Literal["auto"] | Annotated[float, Field(ge=0)], 'a number that is 0 or more, or "auto"')
 DECAY_RATE = Annotated[float, Field(ge=0, lt=1)]
 TYPES: dict[str, tuple[Any, str]] = {
-    "steps_per_print": (Annotated[int, Field(gt=0)] | None, "a whole number that is 1 or more, or null"),
+    "steps_per_print": (Annotated[float, Field(ge=1)] | None, "a number that is 1 or more, or null"),
     "scheduler.params.warmup_type": (Literal["log", "linear"], '"log" or "linear"'),
-    "optimizer.params.maximize": (Literal[False], "false, because an optimizer with true would raise the loss"),
+    "optimizer.params.maximize": (Literal[False] | None, "false, because an optimizer with true would raise the loss"),
     **dict.fromkeys(
         (
             *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -73,8 +72,7 @@ TYPES_OF_ADAM: dict[str, tuple[Any, str]] = {
     "betas": (Literal["auto"] | tuple[DECAY_RATE, DECAY_RATE], 'two numbers from 0 to below 1, or "auto"'),
     **dict.fromkeys(("lr", "eps", "weight_decay"), NOT_NEGATIVE),
     **dict.fromkeys(("amsgrad", "capturable", "differentiable", "set_grad_none", "bias_correction"), TRUTH_VALUE),
-    **dict.fromkeys(("torch_adam", "adam_w_mode"), TRUTH_VALUE),
-    **dict.fromkeys(("fused", "foreach", "fp32_optimizer_states"), OPTIONAL_TRUTH_VALUE),
+    **dict.fromkeys(("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states"), TRUTH_VALUE),
 }
 """Parameter of Adam and AdamW, in torch or DeepSpeed -> its type, and the type in words."""
 WHOLE_WEIGHTS = ("lamb", "adafactor", "muon")
@@ -205,11 +203,13 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     if type(zero.get("stage", 0)) is not int:
         problems.append(f"zero_optimization.stage: the value {zero['stage']!r} must be 0, 1, 2 or 3")
     for key, remedy in UNSUPPORTED.items():
-        if zero.get(key, False) is not False:
+        if zero.get(key) not in (False, None):
             problems.append(f"zero_optimization.{key}: {remedy}")
     if zero.get("stage", 0) != 3:
         for key, value in zero.items():
-            if key.startswith(STAGE_3_KEYS) and value not in (False, None):
+            device = value.get("device") if isinstance(value, dict) else value
+            is_off = device in (False, None, "none")  # accelerate writes {"device": "none"} at all stages
+            if key.startswith(STAGE_3_KEYS) and not is_off:
                 problems.append(
                     f"zero_optimization.{key} has an effect only at ZeRO stage 3. Remove the key, or set "
                     "zero_optimization.stage to 3"

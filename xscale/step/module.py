@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.data.packed_row import Row
-from xscale.errors import adding_note
+from xscale.errors import UserError, adding_note
 from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
+from xscale.objectives.base import AuxiliaryState, HasQueue, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
 
@@ -90,6 +90,12 @@ class StepModule(nn.Module):
                 self.heads[name] = heads
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
+                if hasattr(auxiliary_state, "prefill_samples") and not isinstance(auxiliary_state, HasQueue):
+                    raise UserError(
+                        f"streams.{name}: the auxiliary state of the objective {stream.objective} has prefill_samples, "
+                        "but not the methods gather_new_vectors and enqueue_new_vectors, so its queue would stay "
+                        "empty. Write both methods"
+                    )
                 if hasattr(auxiliary_state, "steps"):
                     auxiliary_state.steps = recipe.train.steps
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout

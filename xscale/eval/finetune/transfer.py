@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
-from xscale.data.scripts import may_name_same_language
+from xscale.data.scripts import may_name_same_language, spelling_key
 from xscale.errors import UserError
 from xscale.eval import bootstrap
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
@@ -98,7 +98,7 @@ def plan_training(
 def check_tests(tests: Texts) -> None:
     """Raise UserError if two tests are in one language, or if two questions of a test have the same id."""
     for first, second in combinations(tests, 2):
-        if may_name_same_language(first, second):
+        if spelling_key(first) == spelling_key(second):
             raise UserError(
                 f"--test: {first} and {second} are names of the same language. Remove one of the two files from the "
                 "command"
