@@ -30,11 +30,8 @@ def run(main: Callable[[], None]) -> None:
         if not reader_has_ended():
             raise
         os._exit(READER_ENDED)  # a normal exit would fail to write the rest of the output
-    except (UserError, OSError) as error:
+    except (UserError, MachineError, OSError) as error:
         code = print_error_or_reraise(error)
-    except MachineError as error:
-        code = 4
-        print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

@@ -265,7 +265,7 @@ def test_real_gold(real: Path) -> None:
         (("aer",), "--aer en-es FILE.tsv"),
         (("aer", "--aer", "en-es"), "--aer en-es: .*FILE.tsv"),
         (("retrieval",), r"--data \(not given\) has none"),
-        (("retrieval", "--texts", "nowhere", "nothing"), "--texts nowhere: this folder does not exist"),
+        (("retrieval", "--texts", "nowhere", "nothing"), "--texts nowhere: this is not a folder"),
         (("retrieval", "--suite", "all"), "--suite is no longer part of xscale"),
     ],
 )

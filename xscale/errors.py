@@ -58,7 +58,7 @@ def redact(text: str) -> str:
 
 ENVIRONMENT_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM),  # a disk
-    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE, errno.EFBIG, errno.EAGAIN, errno.ENOMEM, errno.ENOLCK),  # limits
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE, errno.EFBIG, errno.EAGAIN, errno.ENOLCK),  # limits
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
     *(
         errno.ETIMEDOUT,
@@ -112,11 +112,11 @@ def adding_note(note: str) -> Iterator[None]:
         raise
 
 
-def print_error_or_reraise(error: UserError | OSError) -> ExitCode:
+def print_error_or_reraise(error: UserError | MachineError | OSError) -> ExitCode:
     """Print an error that the user or the machine has caused, and return its exit code. Re-raise other errors."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | MachineError):
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 4
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     place = redact(str(error.filename or "a file"))
