@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, count, islice, zip_longest
+from itertools import chain, count, filterfalse, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -311,11 +311,12 @@ def segment_text(element: Any, is_text: bool) -> str:
 
 def match_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
     """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. If pt-BR has several
-    names, such as pt and PT-BR, that with the same script and region is returned. A language without a name is left
-    out."""
+    names, such as pt and PT-BR, that with the same script and region is returned. A name stands for one language only:
+    if zh is the only name, zh-Hans gets it and zh-Hant does not. A language without a name is left out."""
     fitting = list[str]()
     for lang in langs:
-        spellings = sorted(find_spellings(lang, names), key=lambda name: parse_language(name) != parse_language(lang))
+        free = list(filterfalse(fitting.__contains__, names))
+        spellings = sorted(find_spellings(lang, free), key=lambda name: parse_language(name) != parse_language(lang))
         fitting += spellings[:1]
     return fitting
 
@@ -469,7 +470,10 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
         for sample in webdataset.WebDataset(urls, shardshuffle=False):
             place = f"sample {sample['__key__']!r} of {sample['__url__']}"
             for record in records_of_webdataset_sample(sample, expected_langs):
-                if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
+                if expected_langs and (
+                    len(record.langs) != len(expected_langs)
+                    or match_languages(expected_langs, record.langs) != list(record.langs)
+                ):
                     raise ValueError(
                         f"the record has texts in {', '.join(record.langs)}, but corpus.yaml gives "
                         f"{' and '.join(expected_langs)}"

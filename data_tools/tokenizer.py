@@ -78,7 +78,9 @@ def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenize
     """Train WordPiece so that every run gives the same vocabulary. WordPieceTrainer numbers the characters inside words
     in the order of a hash table, and breaks ties by these numbers. So the trainer gets these characters as its first
     tokens, in a fixed order."""
-    normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.BertNormalizer(lowercase=lowercase)])
+    normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.BertNormalizer(lowercase=lowercase, strip_accents=False)]
+    )
     special = list(WORDPIECE_SPECIAL.values())
 
     def is_inside(char: str) -> bool:

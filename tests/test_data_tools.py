@@ -237,6 +237,15 @@ def test_decomposed_text_has_the_ids_of_composed_text(tmp_path: Path, kind: str,
     assert made(unicodedata.normalize("NFD", composed))["input_ids"] == ids and made.unk_token_id not in ids
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_lower_case_keeps_accents_and_vowel_signs(kind: str) -> None:
+    texts = ["une École d'Été", "हिन्दी में किताबें", "ที่นี่"]
+    made = tokenizer.train([("", text) for text in texts * 9], kind, 600, lowercase=True)
+    ids = [made(text, add_special_tokens=False)["input_ids"] for text in texts]
+    found = [made.decode(text_ids).replace(" ' ", "'") for text_ids in ids]
+    assert found == ["une école d'été", *texts[1:]] and made.unk_token_id not in ids[1]
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
 def test_training_a_tokenizer_is_repeatable(kind: str) -> None:
     """The library's trainers are not: they go through hash tables of another order each time."""

@@ -178,6 +178,8 @@ EVERY_READER: list[dict] = [
             "f is not a file with lines of text",
         ),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"PK\3\4" + bytes(26), "f has binary data"),
+        ({"mono": "ru", "text": "f"}, "Да\nПривет, как дела\n".encode("utf-16-le"), "f has binary data"),
+        ({"mono": "en", "text": "f"}, "Yes\nHow are you?\n".encode("utf-16-be"), "f has binary data"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "f is a web page"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<xliff></xliff>", "f is not a TMX, because its first element is xliff"),
@@ -625,6 +627,20 @@ def test_of_two_marks_of_a_language_that_of_the_same_region_is_read(
     assert [unit.texts for unit in readers.read_units(source)] == [["en", chosen]]
 
 
+def test_a_text_marked_zh_is_not_both_sides_of_a_pair(tmp_path: Path) -> None:
+    marked = [{"zh-CN": "软件", "zh-TW": "軟體"}, {"zh": "软件", "en": "software"}]
+    body = ""
+    for texts in marked:
+        variants = "".join(f'<tuv xml:lang="{lang}"><seg>{text}</seg></tuv>' for lang, text in texts.items())
+        body += f"<tu>{variants}</tu>"
+    (tmp_path / "m.tmx").write_text(f"<tmx><body>{body}</body></tmx>")
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(texts) + "\n" for texts in marked))
+    source = SourceSpec(pairs=("zh-Hans", "zh-Hant"), tmx=str(tmp_path / "m.tmx"))
+    assert [unit.texts for unit in readers.read_units(source)] == [["软件", "軟體"], []]
+    with pytest.raises(UserError, match="line 2: xscale did not find the fields with the text in zh-Hans and zh-Hant"):
+        list(readers.read_units(SourceSpec(pairs=("zh-Hans", "zh-Hant"), jsonl=str(tmp_path / "m.jsonl"))))
+
+
 @pytest.mark.parametrize("other", ["ind", "x"])
 def test_the_field_id_is_indonesian_only_without_another(tmp_path: Path, other: str) -> None:
     (tmp_path / "f").write_text(json.dumps({"id": "1", "en": "a", other: "b"}))
@@ -731,8 +747,8 @@ def test_documents_of_others_tars(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`mono: LANG` in corpus\.yaml"):
         load_corpus(written(tmp_path, {"sources": [{"shards": str(tmp_path / "y.tar")}]}))
     foreign_tar(tmp_path / "z.tar", {"0.en.txt": "One.", "0.txt": "Eins."})
-    (unit,) = readers.read_units(SourceSpec(pairs=("en", "de"), shards=str(tmp_path / "z.tar")))
-    assert unit.texts == ["One."]
+    with pytest.raises(UserError, match=r"sample '0' of \S*/z\.tar \(the record has texts in en, but .* en and de\)"):
+        list(readers.read_units(SourceSpec(pairs=("en", "de"), shards=str(tmp_path / "z.tar"))))
 
 
 def test_data_sets_of_a_folder_and_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

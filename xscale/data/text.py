@@ -29,6 +29,9 @@ _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line, to limit memory. A file with a longer line is refused."""
 _ZSTD_WINDOW = 1 << 31
 """The largest window of a zstd stream that is read: that of `zstd --long=31`. libzstd's default is 2^27."""
+_CONTROLS = bytes([*range(9), *range(14, 32)])
+"""The control bytes other than white space. In binary data, and in UTF-16 text of many scripts, they are more than a
+third of the bytes; UTF-16 without a byte-order mark can be valid UTF-8."""
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Matches byte-order marks, except those between spaces. An aligner counts the latter as words, so they are removed
 when links are converted."""
@@ -77,8 +80,8 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
             if packed:
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
-                line = block.partition(b"\n")[0]
-                if lines == 0 and not accept_utf16 and 3 * line.count(0) > len(line) >= 8:
+                controls = len(block) - len(block.translate(None, _CONTROLS))
+                if lines == 0 and not accept_utf16 and 3 * controls > len(block) >= 8:
                     raise UserError(f"{path} has binary data instead of lines of text. {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
