@@ -56,13 +56,14 @@ def test_shares_of_a_language_name_its_folders(demo: Path, tmp_path: Path) -> No
         shutil.copytree(demo / name, tmp_path / name)
     texts = [Source(demo / "mono_yy").read(0, number).texts[0] for number in range(50)]
     (tmp_path / "text").write_text("\n".join(texts), encoding="utf-8")
-    write_shards.main(["mono", "--text", str(tmp_path / "text"), "--lang", "yy", "--out", str(tmp_path / "other_yy")])
+    other = tmp_path / "other" / "mono_yy"
+    write_shards.main(["mono", "--text", str(tmp_path / "text"), "--lang", "yy", "--out", str(other)])
     (tmp_path / "tokenizer").symlink_to(demo / "tokenizer")
-    (line,) = language_share_lines(loader_of(tmp_path, "mlm", measured=True))
+    (line,) = language_share_lines(loader_of(tmp_path, "mlm", "--data", str(other.parent), measured=True))
     assert re.findall(r"(\S+) \S+% \(\S+ epochs(.*?)\)", line) == [
         ("xx", ""),
-        ("yy", " of the folder mono_yy"),
-        ("yy", " of the folder other_yy"),
+        ("yy", f" of the folder {tmp_path / 'mono_yy'}"),
+        ("yy", f" of the folder {other}"),
     ]
 
 

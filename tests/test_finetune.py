@@ -160,6 +160,7 @@ BAD = {
     ),
     "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
     "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "the field 'id' is missing after the start of the file"),
+    "deep JSON": ("xquad", "a.json", "[" * 100_000, "a.json is not JSON"),
     "a list": ("xquad", "a.json", "[1]", "a value has the wrong type after the start of the file"),
     "not in the context": (
         "xquad",
@@ -224,6 +225,9 @@ def test_tables(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(question))
     (example,) = read_examples(TASKS["xquad"], tmp_path / "a.jsonl", "en", None)
     assert example.place == "question q7"
+    (tmp_path / "a.jsonl").write_text(json.dumps(question | {"id": None}))
+    (example,) = read_examples(TASKS["xquad"], tmp_path / "a.jsonl", "en", None)
+    assert example.place == "row 1"
 
 
 # Scores

@@ -391,6 +391,25 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
     assert torch.equal(rows[1:], table(module.encoder)[1:]) and not torch.equal(rows[0], table(module.encoder)[0])
 
 
+def test_a_run_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"the run {tmp_path} has no complete checkpoint .*status.json says how"):
+        export.find_and_export_checkpoint(tmp_path, tmp_path / "hf")
+
+
+def test_initial_weights_are_not_older_in_silence(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint of model.init has lost its manifest."""
+    said: list[str] = []
+    monkeypatch.setattr(LOG, "warning", said.append)
+    shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
+    assert load_initial_model(tmp_path, 0.1) and not said
+    (tmp_path / "checkpoints" / "step_00000009").mkdir()
+    assert load_initial_model(tmp_path, 0.1)
+    assert len(said) == 1 and "step_00000009 has no readable manifest.json, so it is not used" in said[0]
+
+
 def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(ended[1] / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
@@ -572,6 +591,12 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
         vectors = choose_sentence_vectors({"model": {"init": start}, "streams": streams}, *asked)
         assert vectors.pooling == pooling and re.search(reason, vectors.reason), (vectors, reason)
         assert bool(vectors.folder) == ("modules and prompts" in reason)
+    (tmp_path / "init" / "1_Pooling" / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"init/1_Pooling/config.json is not a JSON object"):
+        read_pooling(tmp_path / "init")
+    (tmp_path / "init" / "modules.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"init/modules.json is damaged"):
+        read_modules_json(tmp_path / "init")
     (tmp_path / "init" / "modules.json").write_text('[{"type": "a", "path": "../secret"}]')
     with pytest.raises(UserError, match=r"init/modules.json is damaged"):
         read_pooling(tmp_path / "init")

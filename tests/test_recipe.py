@@ -303,6 +303,7 @@ def test_the_last_set_counts() -> None:
         ("train.steps=1e3", "train.steps"),
         ("train.steps.more=1", "--set train.steps.more=1"),
         ("train.lr=[1", "--set train.lr=[1"),
+        ("train:lr=3", "--set train:lr=3: the name train:lr has a colon. Write SECTION.FIELD=VALUE"),
         ("train.lr=fast", "train.lr"),
         ("model.init=", "--set model.init= has no value, perhaps because a shell variable is not set"),
         ("data.languages= ", "--set data.languages=  has no value"),

@@ -89,6 +89,14 @@ def test_aliases_of_aliases_are_refused() -> None:
     assert read_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}
 
 
+@pytest.mark.parametrize("digits", [301, 5000])
+def test_a_number_of_many_digits_is_shown_by_its_first(digits: int) -> None:
+    with pytest.raises(ValueError, match=rf"the number 11111111111111111111... has {digits:,} digits") as error:
+        read_yaml(f"a: {'1' * digits}")
+    assert len(str(error.value)) < 200
+    assert read_yaml(f"'{'1' * digits}'") == "1" * digits and read_yaml("1" * 300) == int("1" * 300)
+
+
 @pytest.mark.parametrize("show", [redact, safe_to_show, lambda text: str(UserError(text))])
 def test_secrets_of_urls_are_not_shown(show: Callable[[str], str]) -> None:
     shown = show(f"error: {SECRET}, s3://bucket/b.tar (`{SECRET}`)")

@@ -14,7 +14,12 @@ from xscale.errors import redact
 from xscale.eval.alignment_score import collect_probe_words_of_run
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
-from xscale.run.describe import dropped_pairs_warnings, language_share_lines, unlisted_shards_warnings
+from xscale.run.describe import (
+    dropped_pairs_warnings,
+    language_share_lines,
+    place_of_source,
+    unlisted_shards_warnings,
+)
 from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
 from xscale.run.resume import find_starting_checkpoint, restore_or_measure_calibration
 from xscale.run.start import prepare_run
@@ -74,7 +79,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
         yield (
             f"{source.sorted_langs_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
             f"{sum(shard.bytes for shard in source.shards) / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
-            f"{redact(source.remote.url) if source.remote else source.directory}"
+            f"{place_of_source(source)}"
         )
     tokenizer = corpus.tokenizer
     yield (

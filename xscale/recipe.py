@@ -501,6 +501,8 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
     try:
         if not equals:
             raise ValueError("the = is missing")
+        if ":" in dotted:
+            raise ValueError(f"the name {dotted} has a colon")
         set_field(tree, dotted, read_yaml(text))
         if dotted == "train.steps":
             tree["train"].pop("epochs", None)

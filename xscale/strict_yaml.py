@@ -9,6 +9,9 @@ import yaml
 MOST_ALIASES = 10
 """The maximum number of aliases in a YAML text. Aliases of aliases can make gigabytes of a few lines."""
 
+MOST_DIGITS = 300
+"""The maximum number of digits of a whole number. Longer numbers are too large for a float."""
+
 
 def read_yaml(text: str) -> Any:
     """Return the content of a YAML text, which JSON could also represent. Raises ValueError."""
@@ -54,6 +57,11 @@ class StrictLoader(yaml.SafeLoader):
         return mapping
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MOST_DIGITS:
+            raise yaml.YAMLError(
+                f"the number {node.value[:20]}... has {len(node.value):,} digits. Write at most {MOST_DIGITS} digits, "
+                "or put text into quotation marks"
+            )
         return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
 

@@ -98,6 +98,11 @@ def resolve_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not steps and (path / "status.json").exists():
+        raise UserError(
+            f"the run {path} has no complete checkpoint (a folder checkpoints/step_N with the file {MANIFEST}). "
+            f"{path / 'status.json'} says how the run ended. Start the run again, or use another run"
+        )
     if not steps:
         raise UserError(
             f"{path} is not a checkpoint (a folder step_N with the file {MANIFEST}), and has no checkpoint. Use the "

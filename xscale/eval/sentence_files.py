@@ -107,7 +107,7 @@ def read_modules_json(folder: Path) -> list[dict[str, Any]]:
         for module in modules:
             if not module["type"] or Path(module["path"]).name != module["path"]:
                 raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{path} is damaged: each module needs a `type` and a `path`, the name of a folder beside this file. "
             "Download or save the model again"
@@ -122,7 +122,10 @@ def read_pooling(folder: Path) -> str | None:
     for module in modules:
         path = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling") and path.exists():
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                fields = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError, RecursionError):
+                raise UserError(f"{path} is not a JSON object. Download or save the model again") from None
             if fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls":
                 return "cls"
     return "mean" if modules else None

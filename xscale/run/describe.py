@@ -7,8 +7,9 @@ from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
+from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
-from xscale.errors import UserError
+from xscale.errors import UserError, redact
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
 from xscale.run.resolve import resolve_model_init
@@ -85,13 +86,18 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     unlinked = list[str]()
     for number in select_source_indices(stream.name, kind, languages, corpus.sources, recipe.data.languages):
         if number not in stream.sources:
-            unlinked.append(corpus.sources[number].directory.name)
+            unlinked.append(place_of_source(corpus.sources[number]))
     if unlinked:
         lines.append(
             f"streams.{stream.name} does not read the folders {', '.join(sorted(unlinked))}, because their shards "
             "have no word alignments"
         )
     return lines
+
+
+def place_of_source(source: Source) -> str:
+    """Return the folder of a source, or its URL."""
+    return redact(source.remote.url) if source.remote else str(source.directory)
 
 
 def dropped_pairs_warnings(loader: Loader) -> list[str]:
@@ -152,7 +158,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             folder = ""
             if names.count(name) > 1:
-                folder = f" of the folder {loader.corpus.sources[number].directory.name}"
+                folder = f" of the folder {place_of_source(loader.corpus.sources[number])}"
             texts.append(f"{name} {weight:.2%} ({epochs:,.2f} epochs{folder})")
         yield (
             f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. Each language's share of the "

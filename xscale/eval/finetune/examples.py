@@ -100,7 +100,7 @@ def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[Place, Columns]]:
             elif isinstance(labels, datasets.ClassLabel) and row[name] is not None:
                 row[name] = labels.int2str(row[name])
         place = f"row {number}"
-        if {"id", "question"} <= row.keys():
+        if "question" in row and row.get("id") is not None:
             place = f"question {row['id']}"
         yield place, row
 
@@ -182,7 +182,7 @@ def read_squad(path: Path) -> Iterator[tuple[Place, Columns]]:
                         answers["text"].append(answer["text"])
                         answers["answer_start"].append(answer["answer_start"])
                     yield place, {"context": paragraph["context"]} | question | {"answers": answers}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}). Download the file again") from None
     except (KeyError, TypeError) as error:
         reason = "a value has the wrong type"
