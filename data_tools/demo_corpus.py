@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
         "--mono",
         type=int,
         default=20_000,
-        help="number of monolingual sentences in en, and of those in xx; yy has a fifth as many (default: 20,000)",
+        help="number of monolingual sentences in each of en and xx; yy has a fifth as many (default: 20,000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random text (default: 0)")
     args = parser.parse_args(argv)

@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         pairs.add_argument(
             f"--links_{side}",
             type=path_or_stdin,
-            help=f"file that the aligner read instead of --{side}, such as tokenised text",
+            help=f"with --links: the file that your aligner read in place of --{side}, such as tokenised text",
         )
     mono = commands.add_parser(
         "mono", help="write monolingual text; the files have plain text or the output of WikiExtractor"

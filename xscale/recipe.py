@@ -194,7 +194,8 @@ class TrainConfig:
     only through rounding and through dropout's random masks."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
-    has none. A 16-bit precision with `enabled: "auto"` counts only if the hardware supports it."""
+    has none. If this precision has `enabled: "auto"`, the run uses it only on hardware that supports it, and fp32
+    otherwise."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
     as an uninterrupted run. But the backward pass of attention is slower than with false."""

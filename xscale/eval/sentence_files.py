@@ -85,8 +85,8 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
         if not module["type"].startswith(PACKAGE):
             return SentenceVectors(
                 pooling,
-                f"the pooling of model.init {init}; the modules of model.init are left out, because the package "
-                f"sentence-transformers does not have {module['type']}",
+                f"the pooling of model.init {init}; its sentence-transformers modules are left out, because one of "
+                f"them, {module['type']}, is not in the package sentence-transformers",
             )
     return SentenceVectors(
         pooling,
