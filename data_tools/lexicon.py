@@ -219,7 +219,8 @@ def main(argv: list[str] | None = None) -> None:
                 raise UserError(
                     f"{path}: the file name must give the languages in the order of --out, as in "
                     f"{'-'.join(langs)}.txt. If the two columns of the file have this order, rename the file. "
-                    f"Otherwise swap the columns: `awk '{{print $2, $1}}' {path} > OTHER_FOLDER/{'-'.join(langs)}.txt`"
+                    f"Otherwise swap the columns: `awk -F'\\t' '{{print $2 FS $1}}' {path} > "
+                    f"OTHER_FOLDER/{'-'.join(langs)}.txt`; leave out -F'\\t' if a space separates the columns"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries read"]

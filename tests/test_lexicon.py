@@ -475,6 +475,19 @@ def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["en-de.txt"]
 
 
+@pytest.mark.parametrize("separator", ["\t", " "])
+def test_the_command_in_the_error_swaps_the_columns(separator: str, tmp_path: Path, dictionary) -> None:
+    entries = [("New York", "Neu York"), ("dog", "Hund")][separator == " " :]
+    path = dictionary("en-de.txt", "\n".join(map(separator.join, entries)))
+    with pytest.raises(UserError) as error:
+        tool.main(["--dict", str(path), "--out", str(tmp_path / "new/de-en.txt")])
+    command = str(error.value).split("`")[1].replace("OTHER_FOLDER", str(tmp_path / "new"))
+    if separator == " ":
+        command = command.replace("-F'\\t'", "")
+    subprocess.run(command, shell=True, check=True)
+    assert read_entries(tmp_path / "new/de-en.txt") == [(second, first) for first, second in entries]
+
+
 def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None:
     write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
     with pytest.raises(UserError, match=r"no word alignments.*--align"):

@@ -178,6 +178,7 @@ EVERY_READER: list[dict] = [
             "f is not a file with lines of text",
         ),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"PK\3\4" + bytes(26), "f has binary data"),
+        ({"mono": "en", "text": "f"}, tarfile.TarInfo("a").tobuf() + b"a\n" * 9999, "f has binary data"),
         ({"mono": "ru", "text": "f"}, "Да\nПривет, как дела\n".encode("utf-16-le"), "f has binary data"),
         ({"mono": "en", "text": "f"}, "Yes\nHow are you?\n".encode("utf-16-be"), "f has binary data"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),

@@ -30,8 +30,8 @@ _LONGEST_LINE = 1 << 26
 _ZSTD_WINDOW = 1 << 31
 """The largest window of a zstd stream that is read: that of `zstd --long=31`. libzstd's default is 2^27."""
 _CONTROLS = bytes([*range(9), *range(14, 32)])
-"""The control bytes other than white space. In binary data, and in UTF-16 text of many scripts, they are more than a
-third of the bytes; UTF-16 without a byte-order mark can be valid UTF-8."""
+"""The control bytes other than white space. They are more than a third of the bytes in the first line of binary data
+such as a tar, and in UTF-16 text of many scripts. Without a byte-order mark, such UTF-16 text is valid UTF-8."""
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Matches byte-order marks, except those between spaces. An aligner counts the latter as words, so they are removed
 when links are converted."""
@@ -80,8 +80,8 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
             if packed:
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
-                controls = len(block) - len(block.translate(None, _CONTROLS))
-                if lines == 0 and not accept_utf16 and 3 * controls > len(block) >= 8:
+                line = block.partition(b"\n")[0]
+                if lines == 0 and not accept_utf16 and (_is_binary(line) or _is_binary(block)):
                     raise UserError(f"{path} has binary data instead of lines of text. {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
@@ -95,6 +95,11 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
             f"{path} cannot be read ({error.strerror or error}; {lines} lines were read before this error). Correct "
             f"the path or its permissions, or use another file with lines of text. {_TABLES}"
         ) from None
+
+
+def _is_binary(data: bytes) -> bool:
+    controls = len(data) - len(data.translate(None, _CONTROLS))
+    return 3 * controls > len(data) >= 8
 
 
 _DECODERS: dict[str, Callable[[], Any]] = {
