@@ -6,7 +6,7 @@ A word is a run of letters and digits, or a single symbol (xscale/data/words.py)
 word alignments, which consist of links of two words. The first two statistics have one
 number for each of the two languages:
 
-    words                  mean number of words of a text
+    words                  mean number of words of a sentence
     linked_share           share of the words that have a link
     links_per_linked_word  mean number of links of a word that has a link
     punctuation_share      share of the links whose first word is a symbol
