@@ -6,6 +6,6 @@ set -e
 checkpoint=$1 out=$2
 shift 2
 model=${out%.json}.model
+python -m xscale.export "$checkpoint" "$model"    # ends here if the folder exists, which another job may have made
 trap 'rm -rf "$model"' EXIT
-python -m xscale.export "$checkpoint" "$model"
 python -m xscale.eval.run --model "$model" --out "$out" "$@"

@@ -126,6 +126,20 @@ def test_prepare_is_one_process(tmp_path: Path, tool: str) -> None:
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (2, expected, "")
 
 
+def test_an_evaluation_of_a_checkpoint_removes_only_its_own_export(tmp_path: Path) -> None:
+    """Two jobs may have the same OUT.json."""
+    (tmp_path / "python").write_text('#!/bin/bash\n[ "$2" != xscale.export ] || mkdir "$4"\n')
+    (tmp_path / "python").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["sh", "slurm/evaluate_checkpoint.sh", "runs/a", str(tmp_path / "a b.json"), "--task", "retrieval"]
+    model = tmp_path / "a b.model"
+    for is_there in (False, True):
+        if is_there:
+            model.mkdir()
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=20)
+        assert (done.returncode != 0, model.exists()) == (is_there, is_there), done.stderr
+
+
 def test_an_evaluation_gets_the_flags(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 2\n')
     (tmp_path / "python").chmod(0o755)

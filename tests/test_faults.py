@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -29,9 +30,9 @@ from xscale.errors import LOG, UserError
 from xscale.files import Lock
 from xscale.models.build import read_model_and_has_trained_head, xscale_field_of_init
 from xscale.ranks import CpuGroup, Process
-from xscale.run import run_status
+from xscale.run import resume, run_status
 from xscale.run.resolve import resolve_run
-from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint
+from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint, step_at_begin, write_ancestry
 from xscale.run.run_status import Status
 
 # Files
@@ -230,6 +231,33 @@ def test_status_and_ancestry_of_deep_json_are_as_absent(tmp_path: Path) -> None:
     assert not began_at_checkpoint(tmp_path, "parent@4")
 
 
+@pytest.mark.parametrize("linked", ["run", "run/checkpoints", "run/checkpoints/step_00000004"])
+def test_a_fork_of_a_checkpoint_behind_a_link_is_known_again(
+    run: Path, tmp_path: Path, linked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a checkpoint in an archive. The second start of the fork's command continues the fork."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = Path("elsewhere", "of another name")
+    elsewhere.parent.mkdir()
+    Path(linked).rename(elsewhere)
+    Path(linked).symlink_to(elsewhere.resolve())
+    begin = checkpoints.read_checkpoint(Path("run/checkpoints/step_00000004"))
+    Path("fork").mkdir()
+    write_ancestry(Path("fork"), begin, begin.identity)
+    assert began_at_checkpoint(Path("fork"), "run@4") and not began_at_checkpoint(Path("fork"), "run@8")
+    assert step_at_begin(Path("fork")) == 4
+
+
+def test_a_complete_run_as_the_beginning_of_another_is_named_by_its_flag(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "with_corpus_positions", lambda checkpoint, *_: checkpoint)
+    monkeypatch.setattr(resume, "check_engine_can_load", lambda *_: None)
+    args, recipe = Namespace(out=tmp_path / "new", resume=str(run), fork=None), Namespace(train=Namespace(steps=8))
+    with pytest.raises(UserError, match=rf"^--resume {run} begins after step 8, but train.steps is only 8"):
+        resume.find_starting_checkpoint(args, recipe, Any, {"a": 1}, Any, CpuGroup())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["config.yaml", checkpoints.LATEST])
 def test_a_loop_of_links_in_the_place_of_an_output_is_the_machines(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(name)
@@ -237,6 +265,27 @@ def test_a_loop_of_links_in_the_place_of_an_output_is_the_machines(tmp_path: Pat
         files.write_text(tmp_path / name, "text")
     code, message = run_status.exit_code_and_message(caught.value)
     assert code == run_status.MACHINE and message.startswith(f"{tmp_path / name}: Too many levels of symbolic links")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank0.log", "checkpoints/step_00000008/manifest.json"])
+def test_a_named_pipe_in_a_run_is_named(run: Path, name: str) -> None:
+    """Opening it would wait forever."""
+    pipe = run / name
+    pipe.parent.mkdir(exist_ok=True)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=rf"{pipe} is a named pipe instead of a file. Remove {pipe}"):
+        run_status.check_folder_is_free_or_own(run, {}, "auto")
+    if pipe.name == checkpoints.MANIFEST:
+        assert newest(run) == 4
+        with pytest.raises(UserError, match=r"manifest\.json: the file is a named pipe"):
+            checkpoints.read_checkpoint(pipe.parent)
+
+
+def test_a_named_pipe_in_the_place_of_an_index_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "index.json")
+    with pytest.raises(UserError, match=r"index.json is a named pipe instead of a file"):
+        Source(tmp_path)
 
 
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -306,6 +307,13 @@ def test_errors_name_file_and_remedy(tmp_path: Path, capsys: Any, name: str, tex
     assert main([str(given), "--out", str(tmp_path / "r.html")]) == 2
     error = capsys.readouterr().err
     assert words in error and len(error.splitlines()) == 1 and not (tmp_path / "r.html").exists()
+
+
+def test_a_named_pipe_in_a_run_is_named(run: Path, tmp_path: Path, capsys: Any) -> None:
+    (run / "status.json").unlink(missing_ok=True)
+    os.mkfifo(run / "status.json")
+    assert main([str(run), "--out", str(tmp_path / "r.html")]) == 2
+    assert "status.json is not valid JSON (it is a named pipe instead of a file)" in capsys.readouterr().err
 
 
 def test_a_missing_library_is_named_with_its_extra(run: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -199,6 +199,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def read_manifest(path: Path) -> Checkpoint:
     """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
+    if path.is_fifo():
+        raise ValueError("the file is a named pipe")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

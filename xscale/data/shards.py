@@ -420,6 +420,8 @@ def sorted_pair_name(langs: Iterable[str]) -> str:
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """Return the content of a directory's index.json, and the shards that it lists. Raises UserError."""
     path = directory / "index.json"
+    if path.is_fifo():
+        raise UserError(f"{path} is a named pipe instead of a file. Remove {path}, and copy the folder again")
     if not path.exists():
         raise UserError(f"{path} not found. Write the index by `xscale data index {directory}`")
     try:

@@ -133,6 +133,8 @@ def read_json_or_yaml(path: Path, parse: Callable[[str], Any], default: Any = No
     """Return the content of a JSON or YAML file. If there is a default, it is returned if there is no file, or if the
     content is of another type. Raises UserError."""
     try:
+        if path.is_fifo():
+            raise ValueError("it is a named pipe instead of a file")
         content = parse(path.read_text(encoding="utf-8"))
         if default is not None and not isinstance(content, type(default)):
             return default

@@ -59,9 +59,9 @@ def find_starting_checkpoint(
     check_engine_can_load(checkpoint, config)
     steps = recipe.train.steps
     if checkpoint.step >= steps and not is_checkpoint_of_run(checkpoint, args.out):
+        flag = f"--fork {args.fork}" if args.fork else f"--resume {args.resume}"
         raise UserError(
-            f"--fork {args.fork} begins after step {checkpoint.step}, but train.steps is only {steps}. Set a "
-            "larger train.steps"
+            f"{flag} begins after step {checkpoint.step}, but train.steps is only {steps}. Set a larger train.steps"
         )
     return checkpoint
 
@@ -183,10 +183,10 @@ def checkpoint_path(fork: str) -> Path:
 
 def began_at_checkpoint(out: Path, fork: str) -> bool:
     """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP. Raises UserError."""
-    path = checkpoint_path(fork).resolve()
+    path = checkpoint_path(fork)
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
-        return path == checkpoint_path(f"{parent['run']}@{parent['step']}")
+        return path.resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}").resolve()
     return False
 
 
@@ -242,7 +242,7 @@ def is_checkpoint_of_run(checkpoint: Checkpoint, out: Path) -> bool:
 
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
-    run = parent.path.resolve().parent.parent
+    run = parent.path.absolute().parent.parent.resolve()  # the checkpoint, or its folder, may be a symbolic link
     entry = {
         "run": str(run),
         "step": parent.step,
