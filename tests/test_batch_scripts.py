@@ -53,14 +53,36 @@ def test_what_requeues_a_job(tmp_path: Path, srun: str, requeued: bool) -> None:
 
 
 def test_a_requeued_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """Not from the --resume of its first start, from which it would begin again in each life."""
+    """Not from the --resume of its first start, from which it would begin again in each life, and whose later
+    checkpoints it would withdraw. The code is null after a kill, and the step before the checkpoint was loaded."""
     words = [f"--out={tmp_path}", "--resume", str(tmp_path / "checkpoints" / "step_00000005")]
-    for starts, code, resumed in [("0", 75, False), ("1", 75, True), ("1", 4, False)]:
-        (tmp_path / "status.json").write_text(json.dumps({"status": "stopped", "code": code}, indent=2))
+    for starts, code, step, resumed in [
+        *(("0", 75, 5, False), ("1", 75, 5, True), ("1", 4, None, False), ("1", 4, 5, True)),
+        *(("1", None, 5, True), ("1", None, None, False), ("1", 3, 5, False)),
+    ]:
+        status = {"status": "stopped", "code": code, "why": "", "step": step, "rank": 0}
+        (tmp_path / "status.json").write_text(json.dumps(status, indent=2))
         _, called, _ = run(tmp_path, "pretrain", "exit 0", *words, SLURM_RESTART_COUNT=starts)
         assert called[called.index("xscale/train.py") + 1 :] == [
             *words, "--recipe", "a b", *(["--resume", "auto"] if resumed else []),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [(["--recipe", "d/my.yml"], "my"), (["--recipe=my.yaml"], "my"), (["--recipe", "xlm"], "xlm"), ([], "mixed")],
+)
+def test_the_default_of_out_is_that_of_the_run(tmp_path: Path, words: list[str], out: str) -> None:
+    for path in (tmp_path / "xscale" / "train.py", tmp_path / "runs" / out / "status.json"):
+        path.parent.mkdir(parents=True)
+        path.write_text('{"code": 75, "step": 5}')
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "slurm" / "pretrain.sbatch"), *words]
+    variables |= {"SLURM_RESTART_COUNT": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=20)
+    assert f"{' '.join(['train.py', *words])} --resume auto\n" in done.stdout
 
 
 @pytest.mark.parametrize("code", [4, 5])
