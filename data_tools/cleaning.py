@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from xscale.data.lexicon import normalise_word
 from xscale.data.scripts import short_code
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -193,13 +194,13 @@ def cached_tokenizer(path_or_hub_name: str) -> Tokenizer:
 
 def folded_letters(text: str) -> str:
     """Return a text's letters, marks and digits in folded case. The marks tell words of Hindi or Arabic apart that
-    differ in vowels."""
-    return "".join(filter(_is_letter, unicodedata.normalize("NFKC", text).casefold()))
+    differ in vowels. A variation selector, as in an emoji, is none of these marks."""
+    return "".join(filter(_is_letter, normalise_word(unicodedata.normalize("NFKC", text))))
 
 
 @lru_cache(maxsize=1 << 16)
 def _is_letter(character: str) -> bool:
-    return unicodedata.category(character)[0] in "LMN"
+    return unicodedata.category(character)[0] in "LMN" and "VARIATION SELECTOR" not in unicodedata.name(character, "")
 
 
 @cache

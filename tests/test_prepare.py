@@ -344,6 +344,24 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("I \u2764\ufe0f you", "I \u2764 YOU"),
+        (
+            "\u03a0\u03a1\u039f\u03aa\u0301\u039f\u039d",
+            "\u03c0\u03c1\u03bf\u0390\u03bf\u03bd",
+        ),  # capital and small letters
+        ("\u200f\ufb01ne", "fine"),
+    ],
+)
+def test_evaluation_text_in_another_encoding_is_left_out(tmp_path: Path, line: str, text: str) -> None:
+    (tmp_path / "test").write_text(line, encoding="utf-8")
+    cleaner = cleaning.Cleaner(EN_DE, Rules(exclude=[str(tmp_path / "test")]))
+    assert cleaner.clean_and_split(readers.Unit(1, [text, "b"])) is None
+    assert cleaner.clean_and_split(readers.Unit(1, [text + "s", "b"])) is not None
+
+
+@pytest.mark.parametrize(
     ("content", "named"),
     [
         ("\n", "has no text. Use a file of evaluation text"),
