@@ -207,7 +207,7 @@ class TrainConfig:
     0, the run never measures."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
-    exit code 75. Each start of the run finishes at least one step. null: no limit."""
+    exit code 75. After each start, the run does at least one step, even beyond the limit. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
     """The number of minutes without progress after which the run ends with exit code 5. Minutes in which the process
     was suspended do not count. null: no limit; but torch.distributed still ends a collective operation that takes 30

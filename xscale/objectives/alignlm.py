@@ -45,8 +45,7 @@ class AlignLMOptions:
     mask_prob: Fraction = 0.30
     """The probability that the objective chooses a token for prediction, as in mlm."""
     bilingual_weight: LossFactor = 1.0
-    """The factor of L_bp, the loss of the second prediction: of each masked token from the aligned words in the other
-    sentence (lambda in the paper)."""
+    """The factor of L_bp, the loss of the second prediction (lambda in the paper)."""
     expand: Literal["all", "first"] = "all"
     """Which tokens of two aligned words count as aligned. all: each token of one word with each token of the other
     word. first: only the first tokens of the two words."""
