@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import math
 import re
 import subprocess
@@ -133,6 +134,11 @@ def test_statistics_of_a_table(driver: Any) -> None:
     assert "rho -0.800 (Spearman), p 0.333, 4 means of arms" in line
 
 
+@pytest.mark.parametrize("suffix", ["", " trained"])
+def test_words_of_a_grid_are_measured_with_and_without_a_training_dictionary(driver: Any, suffix: str) -> None:
+    assert driver.aligned_share({f"words{suffix}": 30, f"en->de{suffix}": 0.25}, "en->de") == 0.25
+
+
 @pytest.mark.slow
 def test_a_killed_grid_goes_on(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it trains, it goes on from a checkpoint; given again, it makes the table of what it has. Only the
@@ -159,6 +165,7 @@ def test_a_killed_grid_goes_on(driver: Any, tmp_path: Path, monkeypatch: pytest.
     assert int(re.findall(r"the run continues from .*, after step (\d+)", log)[-1]) >= 2
     table, model = (tmp_path / "table.md").read_text(encoding="utf-8"), tmp_path / f"hf/{cell}/model.safetensors"
     assert "| align_mlm | 1 |" in table and "pos Δ" in table
+    assert not math.isnan(json.loads((tmp_path / f"scores/{cell}.json").read_text())["scores"]["aligned all"])
     assert "| 4 |" in (tmp_path / "cells.md").read_text() and (tmp_path / "words.png").stat().st_size > 1000
     written = model.stat().st_mtime_ns
     (tmp_path / "table.md").unlink()

@@ -226,7 +226,7 @@ class Grid:
             words = [*tasks, *further_tasks, *data, "--lexicons", dictionary]
             results = self.results(cell, kind, *evaluate, *words)
             for row in results.get("alignment", {}).values():
-                scores[f"aligned {kind}"] = 100 * row.get(f"{heldout.name.replace('-', '->', 1)} trained", math.nan)
+                scores[f"aligned {kind}"] = 100 * aligned_share(row, heldout.name.replace("-", "->", 1))
             for name, row in results.get("retrieval", {}).items():
                 pooling = "retrieval mean" if "mean" in name.split() else "retrieval cls"
                 scores[pooling] = max(scores.get(pooling, 0.0), 100 * row["accuracy"])
@@ -288,6 +288,12 @@ class Grid:
                 exports.setdefault(f"{cell.arm}, {world}", export)
         if exports:
             draw_words(self.out / "words.png", self.world(world), dict([*exports.items()][:2]))
+
+
+def aligned_share(row: Scores, direction: str) -> float:
+    """Return the share of a dictionary's words that are aligned. row: scores of the task alignment. In a grid, the
+    words count as trained if an objective of the model read a dictionary, and as not trained otherwise."""
+    return row.get(f"{direction} trained", row.get(direction, math.nan))
 
 
 def training_summary(metrics: Path) -> dict[str, Any]:
