@@ -393,8 +393,12 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
 
 def test_a_run_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"the run {tmp_path} has no complete checkpoint .*status.json says how"):
-        export.find_and_export_checkpoint(tmp_path, tmp_path / "hf")
+    for use in (
+        lambda: export.find_and_export_checkpoint(tmp_path, tmp_path / "hf"),
+        lambda: load_initial_model(tmp_path, 0),
+    ):
+        with pytest.raises(UserError, match=rf"the run {tmp_path} has no complete checkpoint .*status.json says how"):
+            use()
 
 
 def test_initial_weights_are_not_older_in_silence(

@@ -397,3 +397,13 @@ def test_a_launcher_that_is_killed_while_its_rank_imports_is_known(tmp_path: Pat
         assert launcher.stdout and launcher.stdout.readline() == "found\n"
         launcher.kill()
         assert launcher.stdout.readline() == f"{launcher.pid}\n"
+
+
+def test_rank_0_prints_its_error_with_a_wrong_local_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LOCAL_RANK may be of another job. No other rank would print the error."""
+    monkeypatch.setattr(ranks, "read_launcher_and_set_environment", lambda may_be_alone: Process(0, 1, 3, 1))
+    words = ["--dry_run", "--recipe", "none", "--ds_config", "zero2_cpu", "--data", "d", "--out", str(tmp_path)]
+    assert train.main(words) == 2
+    assert "error: recipe 'none' not found" in capsys.readouterr().err

@@ -259,6 +259,18 @@ WRONG = {
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope does not exist"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
+    "no such stream": (
+        "tlm",
+        [HELDOUT],
+        ["checkpoint.best=heldout/mlm en/loss"],
+        r"^checkpoint\.best: .*not measure heldout/mlm en/loss. The rows of the task heldout begin with tlm\. Write",
+    ),
+    "no such pair": (
+        "tlm",
+        [RETRIEVAL],
+        ["checkpoint.best=retrieval/xx-en/accuracy"],
+        r"^checkpoint\.best: .* The rows of the task retrieval begin with all or en-xx\. Write",
+    ),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*ds_config of stage 2"),
 }
 
@@ -268,6 +280,7 @@ def test_a_dry_run_refuses_what_step_0_would(case: str, demo: Path, heldout: Pat
     recipe, tasks, more, told = WRONG[case]
     names = {"demo": demo, "heldout": heldout, "odd": odd}
     sets = [f"eval.tasks=[{', '.join(f'{{name: {task.format(**names)}}}' for task in tasks)}]", "data.workers=0"]
+    sets += [setting for setting in more if "=" in setting]
     config = "zero3_bf16" if "stage 3" in more else "zero2_cpu"
     words = ["--ds_config", f"{launch.ROOT}/ds_configs/{config}.json", "--recipe", recipe, "--data", str(demo)]
     args = launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets])

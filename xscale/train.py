@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         # Every rank sees these errors, so one message for each node is enough.
         is_shared = type(error) in (UserError, NotFinite, DirectoryTaken) or LOST_RANK in message
-        if process.local_rank == 0 or not is_shared:
+        if process.local_rank == 0 or process.is_main or not is_shared:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # for example, the disk is full; the exit code stays the same
                 print(f"{where}error: {safe_to_show(message)}", file=sys.stderr, flush=True)

@@ -90,7 +90,7 @@ def warn_of_missing_manifests(folder: Path, used: Path | None) -> None:
 
 def is_run_or_checkpoint(path: Path) -> bool:
     """Return True if `path` is a run or a checkpoint of xscale, False for a Hugging Face directory."""
-    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
+    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or (path / "status.json").exists()
 
 
 def resolve_checkpoint(path: Path) -> Path:

@@ -75,10 +75,24 @@ def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, cpu_group: CpuG
         try:
             sources = find_task_sources(task, recipe, corpus)
             check_file_sizes(sources, cpu_group)
+            rows = [ALL, *(source.sorted_langs_name for source in sources)]
             if task.kind == "heldout":
-                streams_of_heldout_text(recipe, corpus, sources)
+                rows = [stream.name for stream in streams_of_heldout_text(recipe, corpus, sources)]
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
+        check_row_of_best(recipe.checkpoint.best or "", task.name, rows)
+
+
+def check_row_of_best(metric_path: str, task: str, rows: list[str]) -> None:
+    """Raise UserError if checkpoint.best names a row that the task does not have. metric_path: TASK/ROW/METRIC, or an
+    empty string. rows: the names with which the task's rows begin; a language or a folder may follow."""
+    named_task, _, row_and_metric = metric_path.partition("/")
+    first_word = row_and_metric.partition("/")[0].partition(" ")[0]
+    if named_task == task and first_word not in rows:
+        raise UserError(
+            f"checkpoint.best: the evaluation does not measure {metric_path}. The rows of the task {task} begin with "
+            f"{' or '.join(rows)}. Write TASK/ROW/METRIC with a row of the task and a metric of this row"
+        )
 
 
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
