@@ -490,14 +490,11 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
 
 def records_of_webdataset_sample(sample: dict[str, Any], default_langs: tuple[str, ...]) -> list[Record]:
     """Return the records of a WebDataset's sample, which has JSON lines, a JSON object, or a text for each language
-    (KEY.LANG.txt, KEY.links.txt; or KEY.txt). default_langs: the language of KEY.txt, or of both texts in order. With
-    two languages, `sample` loses its entry "txt" (KEY.txt)."""
+    (KEY.LANG.txt, KEY.links.txt; or KEY.txt). default_langs: the language of KEY.txt, or of both texts in order."""
     if "jsonl" in sample:
         return [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
     names = [name.removesuffix(".txt") for name in sample if name.endswith(".txt")]
     spelled = tuple(match_languages(default_langs, names))
-    if len(default_langs) == 2:
-        sample.pop("txt", None)  # the text of KEY.txt has no language
     return [record_from_members(sample["__key__"], sample, spelled or default_langs)]
 
 

@@ -475,6 +475,12 @@ def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["en-de.txt"]
 
 
+def test_an_entry_of_several_words_needs_a_tab(dictionary) -> None:
+    with pytest.raises(UserError, match=r"line 1: 'New York Neu York' .*if one of them has spaces, write a tab"):
+        read_entries(dictionary("en-de.txt", "New York Neu York"))
+    assert read_entries(dictionary("de-en.txt", "Neu York\tNew York")) == [("Neu York", "New York")]
+
+
 @pytest.mark.parametrize("separator", ["\t", " "])
 def test_the_command_in_the_error_swaps_the_columns(separator: str, tmp_path: Path, dictionary) -> None:
     entries = [("New York", "Neu York"), ("dog", "Hund")][separator == " " :]

@@ -253,7 +253,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
         if len(columns) != 2 or not all(columns):
             raise UserError(
                 f"{path}: line {number}: {line!r} is not a dictionary entry. Write a word and its translation with "
-                "a space or tab between the two words"
+                "a space or tab between the two words; if one of them has spaces, write a tab"
             )
         entries[columns[0], columns[1]] = None
     if not entries:
