@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
+from deepspeed.utils import zero_to_fp32
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
@@ -399,6 +400,19 @@ def test_a_run_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=rf"the run {tmp_path} has no complete checkpoint .*status.json says how"):
             use()
+
+
+def test_a_run_whose_path_has_a_pattern_s_characters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed looks for the files of a ZeRO checkpoint by glob."""
+    path = tmp_path / "lr [1e-4] *" / "step_00000007"
+    path.mkdir(parents=True)
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    monkeypatch.setattr(
+        zero_to_fp32,
+        "get_fp32_state_dict_from_zero_checkpoint",
+        lambda folder, tag: zero_to_fp32.get_optim_files(f"{folder}/{tag}"),
+    )
+    assert len(read_full_weights(path)) == 1
 
 
 def test_initial_weights_are_not_older_in_silence(

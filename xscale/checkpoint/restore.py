@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,15 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # hides DeepSpeed's progress bars and remarks
-        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), loading_known_types_only():
-            return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(unread),
+            contextlib.redirect_stderr(unread),
+            loading_known_types_only(),
+        ):
+            # DeepSpeed takes the path for a pattern of glob, in which [ and * have a meaning.
+            Path(folder, path.name).symlink_to(path.resolve())
+            return get_fp32_state_dict_from_zero_checkpoint(folder, tag=path.name)
     return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
 
