@@ -31,7 +31,7 @@ from xscale.strict_yaml import read_yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-GRIDS = ("tang", "sizes", "methods", "mixtures", "public")
+GRIDS = ("tang", "sizes", "methods", "controls", "mixtures", "public")
 NOT_FINITE = 3
 """The exit code of a training whose loss is not finite."""
 MAY_GROW = ("seeds", "cells")
