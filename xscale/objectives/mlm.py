@@ -28,8 +28,7 @@ class MaskedOptions:
     """The probability that the objective chooses a token, other than special tokens such as [CLS], for prediction. Of
     the chosen tokens, 80 % become [MASK], and 10 % become random tokens."""
     whole_word: bool = False
-    """true: the objective chooses whole words, and the model predicts all their tokens. false: the objective chooses
-    single tokens."""
+    """true: the objective chooses whole words for prediction. false: the objective chooses single tokens."""
     language_embeddings: bool = False
     """true: the model adds an embedding of the text's language to the embedding of each token, as in XLM. The language
     embeddings are rows of the model's token-type table. If the model `model.init` has language embeddings, the run
