@@ -43,8 +43,8 @@ class ContextualOptions:
     """The anchor language, whose hidden states stay near those of the initial encoder. Each pair must have a sentence
     in this language. null: in each pair, the first language is the anchor language."""
     anchor_weight: LossFactor = 1.0
-    """The factor of the loss R, the squared distance between the trained encoder's and the initial encoder's hidden
-    states of the text in the language `anchor` (lambda in the paper)."""
+    """The factor of the loss R (lambda in the paper). R is the squared distance of the hidden states of text in the
+    language `anchor` from those of the initial encoder."""
 
 
 class FrozenInitialEncoder(AuxiliaryState):
