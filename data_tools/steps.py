@@ -223,9 +223,9 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         if unit.record:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         raise UserError(
-            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read texts other "
-            "than these two, such as tokenised text, pass the texts of the aligner by --links_src FILE --links_tgt "
-            "FILE (in corpus.yaml, by `linked:`)"
+            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read other "
+            "files than those of this text, such as tokenised copies, name the files that it read by --links_src FILE "
+            "--links_tgt FILE (in corpus.yaml, by `linked:`)"
         ) from None
 
 

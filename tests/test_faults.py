@@ -473,7 +473,7 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     second = Lock(tmp_path)
     second.check_not_taken_over()
     with pytest.raises(
-        UserError, match=rf"{tmp_path}: another process \(host .*, process {os.getpid()}\) has taken over"
+        UserError, match=rf"{tmp_path}: another process \(host .*, process {os.getpid()}\) now writes to this folder"
     ):
         first.check_not_taken_over()
     status = Status(tmp_path, Process(0, 1, 0, 1))
@@ -501,7 +501,7 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
         output, _ = first.communicate(timeout=60)
     finally:
         launch.kill(first)
-    assert first.returncode and f"{out}: another process" in output and "has taken over" in output
+    assert first.returncode and f"{out}: another process" in output and "now writes to this folder" in output
     assert [entry["step"] for entry in launch.metrics(out)] == list(range(1, 21))
     assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
     assert json.loads((out / "status.json").read_text())["status"] == "done"

@@ -601,7 +601,7 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
             "sentence-transformers modules and prompts of model.init",
         ),
         (tlm_stream, init, (None, 1), "cls", "because these modules need the last layer"),
-        (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
+        (tlm_stream, foreign, (), "cls", "one of them, my.Whitening, is not in the package sentence-transformers"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
     ]

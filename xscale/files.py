@@ -223,9 +223,9 @@ class Lock:
             return
         if text.count("\n") == 2 and text != self.text:
             raise DirectoryTaken(
-                f"{self.path.parent}: another process ({text.splitlines()[0]}) has taken over this folder, because "
-                "the folder was removed or its file system has no locks. This run ends and writes nothing more to "
-                f"{self.path.parent}"
+                f"{self.path.parent}: another process ({text.splitlines()[0]}) now writes to this folder. Either "
+                "the folder was removed and made again, or its file system has no locks. This run ends and writes "
+                f"nothing more to {self.path.parent}"
             )
 
 

@@ -80,8 +80,7 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
             if packed:
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
-                line = block.partition(b"\n")[0]
-                if lines == 0 and not accept_utf16 and (_is_binary(line) or _is_binary(block)):
+                if lines == 0 and not accept_utf16 and _begins_with_binary_data(block):
                     raise UserError(f"{path} has binary data instead of lines of text. {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
@@ -97,9 +96,15 @@ def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
         ) from None
 
 
-def _is_binary(data: bytes) -> bool:
-    controls = len(data) - len(data.translate(None, _CONTROLS))
-    return 3 * controls > len(data) >= 8
+def _begins_with_binary_data(block: bytes) -> bool:
+    """Return whether more than a third of the bytes at the beginning of a block, or in its first line, are control
+    bytes."""
+    beginning = block[: 1 << 16]
+    for data in (beginning, beginning.partition(b"\n")[0]):
+        controls = len(data) - len(data.translate(None, _CONTROLS))
+        if 3 * controls > len(data) >= 8:
+            return True
+    return False
 
 
 _DECODERS: dict[str, Callable[[], Any]] = {
