@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -60,12 +61,23 @@ def test_a_requeued_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> No
         *(("0", 75, 5, False), ("1", 75, 5, True), ("1", 4, None, False), ("1", 4, 5, True)),
         *(("1", None, 5, True), ("1", None, None, False), ("1", 3, 5, False)),
     ]:
+        shutil.rmtree(tmp_path / "logs", ignore_errors=True)
         status = {"status": "stopped", "code": code, "why": "", "step": step, "rank": 0}
         (tmp_path / "status.json").write_text(json.dumps(status, indent=2))
         _, called, _ = run(tmp_path, "pretrain", "exit 0", *words, SLURM_RESTART_COUNT=starts)
         assert called[called.index("xscale/train.py") + 1 :] == [
             *words, "--recipe", "a b", *(["--resume", "auto"] if resumed else []),
         ]  # fmt: skip
+
+
+def test_a_requeued_job_remembers_that_it_has_begun(tmp_path: Path) -> None:
+    """Its second start trained; its third one failed before it had loaded the checkpoint."""
+    words = [f"--out={tmp_path}", "--resume", str(tmp_path / "checkpoints" / "step_00000005")]
+    for starts, step in (("1", 5), ("2", None)):
+        status = {"status": "failed", "code": 4, "why": "", "step": step, "rank": 0}
+        (tmp_path / "status.json").write_text(json.dumps(status, indent=2))
+        _, called, _ = run(tmp_path, "pretrain", "exit 0", *words, SLURM_RESTART_COUNT=starts)
+        assert called[-2:] == ["--resume", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ def test_a_run_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_a_run_whose_path_has_a_pattern_s_characters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed looks for the files of a ZeRO checkpoint by glob."""
-    path = tmp_path / "lr [1e-4] *" / "step_00000007"
+    path = tmp_path / "lr [1e-4] *" / "best [1]"
     path.mkdir(parents=True)
     (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     monkeypatch.setattr(

@@ -238,13 +238,6 @@ def check_link_is_not_broken(path: Path) -> None:
         )
 
 
-def check_has_no_pipes(folder: Path) -> None:
-    """Raise UserError if a named pipe is in a folder or below it: a command that opens it would wait forever."""
-    for path in folder.rglob("*"):
-        if path.is_fifo():
-            raise UserError(f"{path} is a named pipe instead of a file. Remove {path}")
-
-
 def list_visible_files(folder: Path) -> list[Path]:
     """Return the files in a folder and in the folders below it, sorted, without hidden ones. Symbolic links are
     followed, and a folder to which several links lead is read once. Raises UserError for a link to nothing, and

@@ -54,8 +54,8 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
             loading_known_types_only(),
         ):
             # DeepSpeed takes the path for a pattern of glob, in which [ and * have a meaning.
-            Path(folder, path.name).symlink_to(path.resolve())
-            return get_fp32_state_dict_from_zero_checkpoint(folder, tag=path.name)
+            Path(folder, "checkpoint").symlink_to(path.resolve())
+            return get_fp32_state_dict_from_zero_checkpoint(folder, tag="checkpoint")
     return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
 
 

@@ -61,8 +61,6 @@ def check_folder_is_free_or_own(out: Path, identity: dict[str, Any], resume: str
             f"--out {out} has files, but is not a run of xscale, because {STATUS} and checkpoints of xscale are "
             "missing. Choose another --out"
         )
-    if is_run:
-        files.check_has_no_pipes(out)
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
         raise DirectoryTaken(

@@ -68,7 +68,8 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             status.write_end(run_status.DONE, f"{checkpoint.step} of {steps} steps")
             return run_status.DONE
         trainer, batches = set_up_training(args, run, context, checkpoint)
-        status.write_running(status.before)  # with the step: slurm/pretrain.sbatch reads whether training has begun
+        if run_status.read_status(args.out).get("status") == "running":  # no other rank has failed meanwhile
+            status.write_running(status.before)  # with the step: slurm/pretrain.sbatch reads whether training has begun
         try:
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
