@@ -45,7 +45,8 @@ def main() -> int:
     add(
         "--best",
         action="store_true",
-        help="export the run's best checkpoint (by checkpoint.best of the recipe) instead of its newest checkpoint",
+        help="export the checkpoint with the best score, which the recipe's field checkpoint.best names, instead of "
+        "the newest checkpoint",
     )
     add(
         "--pooling",

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         action="extend",
         default=[],
-        help="folders of shards with held-out text; task alignment may also read training text",
+        help="folders of shards with held-out text; with --task alignment, folders of training text are allowed, too",
     )
     add(
         "--texts",

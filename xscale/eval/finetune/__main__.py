@@ -204,7 +204,7 @@ def print_cut_examples(path: Path, features: list[list[Feature]], max_length: in
     if cut:
         print_once(
             f"{path}: {cut:,} of {len(features):,} examples are cut, because a sequence has at most {max_length} "
-            f"tokens (--max_length), and a question at most {MAX_QUESTION}"
+            f"tokens (--max_length). In question answering, a question has at most {MAX_QUESTION} tokens"
         )
 
 
