@@ -32,7 +32,7 @@ from xscale.models.build import read_model_and_has_trained_head, xscale_field_of
 from xscale.ranks import CpuGroup, Process
 from xscale.run import resume, run_status
 from xscale.run.resolve import resolve_run
-from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint, step_at_begin, write_ancestry
+from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint, write_ancestry
 from xscale.run.run_status import Status
 
 # Files
@@ -245,7 +245,6 @@ def test_a_fork_of_a_checkpoint_behind_a_link_is_known_again(
     Path("fork").mkdir()
     write_ancestry(Path("fork"), begin, begin.identity)
     assert began_at_checkpoint(Path("fork"), "run@4") and not began_at_checkpoint(Path("fork"), "run@8")
-    assert step_at_begin(Path("fork")) == 4
 
 
 def test_a_complete_run_as_the_beginning_of_another_is_named_by_its_flag(

@@ -71,9 +71,7 @@ def test_kills_and_a_signal_leave_no_trace(demo: Path, reference: Path, tmp_path
     launch.fork_and_kill(2, [*run, "--set", "checkpoint.every=1"], is_random_moment)
     told = json.loads((out / "status.json").read_text())
     assert (told["status"], told["code"], told["step"]) == ("running", None, step), "the step after which it began"
-    metrics = out / "metrics.jsonl"
-    metrics.write_bytes(2 * metrics.read_bytes())
-    assert "had several lines of the same step" in launch.run(2, [*run, "--set", "checkpoint.every=4"])
+    launch.run(2, [*run, "--set", "checkpoint.every=4"])
     same_checkpoint(out / last, reference / last)
     assert launch.without_times(out) == launch.without_times(reference)
     assert launch.trace(out) == launch.trace(reference)

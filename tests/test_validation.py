@@ -37,7 +37,7 @@ from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import EvalTask, load_recipe
-from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter, keep_each_step_once
+from xscale.run.metrics import JsonLines, RunMetrics, TensorBoardWriter
 from xscale.run.resolve import resolve_run
 from xscale.run.run_status import start_logging
 from xscale.run.validation import Validation
@@ -432,37 +432,6 @@ def test_lines_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(sound + "".join(f"{line}\n" for line in odd) + '{"step": 3}\n')
     JsonLines(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == sound
-
-
-@pytest.mark.parametrize(
-    ("content", "begin", "kept", "warning"),
-    [
-        ([1, 2, 3, 4], 0, [1, 2, 3, 4], ""),
-        ([1, 2, 3, 4, 5, 6], 0, [1, 2, 3, 4, 5, 6], ""),
-        ([3, 4], 2, [3, 4], ""),
-        ([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6], 0, [1, 2, 3, 4], "several lines of the same step"),
-        ([1], 0, [1], "lost the metrics of 3 of the 4 steps done; the first lost step is 2, the last is 4"),
-        ([1, 4], 0, [1, 4], "lost the metrics of 2 of the 4 steps done; the first lost step is 2, the last is 3"),
-        ([4], 2, [4], "lost the metrics of 1 of the 2 steps done; the first lost step is 3, the last is 3"),
-        (None, 0, None, "lost the metrics of 4 of the 4 steps done; the first lost step is 1, the last is 4"),
-    ],
-    ids=str,
-)
-def test_a_resume_keeps_each_step_once_and_says_which_are_lost(
-    tmp_path: Path, content: list[int] | None, begin: int, kept: list[int] | None, warning: str, monkeypatch: Any
-) -> None:
-    """After step 4; None: the file is lost."""
-    said: list[str] = []
-    monkeypatch.setattr(LOG, "warning", said.append)
-    path = tmp_path / "metrics.jsonl"
-    if content is not None:
-        path.write_text("".join(f'{{"step": {step}, "loss": 1.50}}\n' for step in content))
-    keep_each_step_once(path, begin, 4)
-    assert len(said) == bool(warning) and all(str(path) in line and warning in line for line in said)
-    if kept is None:
-        assert not path.exists()
-    else:
-        assert path.read_text() == "".join(f'{{"step": {step}, "loss": 1.50}}\n' for step in kept)
 
 
 def test_a_resume_on_fewer_ranks_cuts_the_traces_of_all_earlier_ranks(tmp_path: Path) -> None:

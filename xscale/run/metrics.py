@@ -117,34 +117,6 @@ class JsonLines:
             LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
 
 
-def keep_each_step_once(path: Path, begin: int, done: int) -> None:
-    """Prepare metrics.jsonl for a resume: if steps occur twice, keep the last line of each step. Warn if steps have no
-    line.
-
-    begin: the number of steps before the first step of the run, not 0 for a fork. done: the number of steps done.
-    """
-    end_of_step: dict[float, int] = {}
-    has_step_twice = False
-    for end, entry in files.entries_from_end(path) if path.exists() else ():
-        if entry["step"] <= done:
-            has_step_twice = has_step_twice or entry["step"] in end_of_step
-            end_of_step.setdefault(entry["step"], end)
-    if has_step_twice:
-        LOG.warning(f"{path} had several lines of the same step. The run keeps the last line of each step")
-        data = path.read_bytes()
-        with files.atomic_write(path) as kept, kept.open("wb") as file:
-            for _, end in sorted(end_of_step.items()):
-                start = data.rfind(b"\n", 0, end - 1) + 1
-                file.write(data[start:end])
-    missing = [step for step in range(begin + 1, done + 1) if step not in end_of_step]
-    if missing:
-        LOG.warning(
-            f"{path} has lost the metrics of {len(missing):,} of the {done - begin:,} steps done; the first lost step "
-            f"is {missing[0]}, the last is {missing[-1]}. The run continues from its checkpoint, without these "
-            f"metrics. To have them, stop the run, and restore {path} from a copy"
-        )
-
-
 class TensorBoardWriter:
     """Writes metrics for TensorBoard, in addition to metrics.jsonl. After the first error, it writes nothing more."""
 

@@ -190,14 +190,6 @@ def began_at_checkpoint(out: Path, fork: str) -> bool:
     return False
 
 
-def step_at_begin(out: Path) -> int:
-    """Return the step after which the run in `out` began: 0, or for a fork the step at which it was forked."""
-    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
-        return int(parent["step"])
-    return 0
-
-
 def find_fork_checkpoint(fork: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no such checkpoint."""
     path = checkpoint_path(fork)

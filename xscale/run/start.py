@@ -30,7 +30,6 @@ from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
 from xscale.run import describe, resolve, resume, run_status
 from xscale.run.loop import Trainer
-from xscale.run.metrics import keep_each_step_once
 from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
@@ -158,8 +157,6 @@ def set_up_training(
             set_learning_rate(engine, recipe, checkpoint.step - 1)
         if context.process.is_main and args.resume != "auto":
             resume.withdraw_later_checkpoints(args.out, checkpoint)
-        if context.process.is_main and resume.is_checkpoint_of_run(checkpoint, args.out):
-            keep_each_step_once(args.out / "metrics.jsonl", resume.step_at_begin(args.out), checkpoint.step)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
     LOG.info(f"xscale {code_version()}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
