@@ -201,20 +201,10 @@ def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[Result
 
 
 def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
-    checked: set[str] = set()
-
     def evaluate(
-        langs: tuple[str, ...],
-        read: Callable[[], list[tuple[str, ...]]],
-        names: tuple[str, ...],
-        model: ExportedModel,
+        langs: tuple[str, ...], read: Callable[[], list[tuple[str, ...]]], model: ExportedModel
     ) -> dict[str, Scores]:
-        texts = read()
-        for side, name in enumerate(names):
-            if name not in checked:
-                warn_of_unsuitable_sentences(name, [pair[side] for pair in texts], model)
-        checked.update(names)
-        return retrieval.evaluate(model, texts, langs, args.pooling, args.layer or [-1], args.margin or ["cosine"])
+        return retrieval.evaluate(model, read(), langs, args.pooling, args.layer or [-1], args.margin or ["cosine"])
 
     rows: list[ResultsRow] = []
     for folder in args.texts:
@@ -225,8 +215,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
             for langs in combinations(sorted(paths), 2):
                 if not has_english or "en" in map(short_code, langs):
                     read = partial(read_parallel_lines, paths[langs[0]], paths[langs[1]], args.limit)
-                    names = (str(paths[langs[0]]), str(paths[langs[1]]))
-                    retrieve = partial(evaluate, langs, read, names)
+                    retrieve = partial(evaluate, langs, read)
                     rows.append(ResultsRow("retrieval", sorted_pair_name(langs), Path(name), retrieve, read))
     if args.texts and not rows and not args.data:
         raise UserError(
@@ -236,8 +225,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     if args.data or not rows:
         for source in require_pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
-            texts_of_source = tuple(f"{source.directory}: text in {language}" for language in source.langs)
-            retrieve = partial(evaluate, source.langs, read, texts_of_source)
+            retrieve = partial(evaluate, source.langs, read)
             rows.append(ResultsRow("retrieval", source.sorted_langs_name, source.directory, retrieve, read))
     return rows
 
@@ -269,19 +257,6 @@ def warn_of_other_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> N
         LOG.warning(
             f"--texts {folder}: not read, because the name has no language or no other file has the same name in "
             f"another language: {', '.join(others[:SHOWN])}{more}"
-        )
-
-
-def warn_of_unsuitable_sentences(name: str, sentences: list[str], model: ExportedModel) -> None:
-    """Warn of sentences that lower the accuracy of retrieval. name: the file of the sentences."""
-    texts = [sentence for sentence in sentences if sentence.strip()]
-    empty = len(sentences) - len(texts)
-    repeated = len(texts) - len(set(texts))
-    cut = sum(len(ids) > model.max_length - 2 for ids in model.tokenizer.encode(texts))
-    if empty or repeated or cut:
-        LOG.warning(
-            f"{name}: of {len(sentences):,} sentences, {repeated:,} repeat an earlier sentence, {empty:,} are empty, "
-            f"and {cut:,} are cut at the maximum of the model, {model.max_length} tokens. They lower the accuracy"
         )
 
 
