@@ -334,12 +334,8 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
         '{"step": 5, "results": {"t": {"a": {"loss": 1' + "0" * 400 + "}}}}",
     ],
 )
-def test_a_best_checkpoint_whose_line_is_lost_stays_the_best(
-    tmp_path: Path, damage: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None: the file evals.jsonl is lost."""
-    said: list[str] = []
-    monkeypatch.setattr(LOG, "warning", said.append)
+def test_a_best_checkpoint_whose_line_is_lost_is_an_error(tmp_path: Path, damage: str | None) -> None:
+    """None: the file evals.jsonl is lost. The error leaves all files as they are."""
     lines = list[str]()
     for step, loss in ((5, 1.0), (10, 2.0)):
         lines.append(json.dumps({"step": step, "results": {"t": {"a": {"loss": loss}}}}))
@@ -348,20 +344,20 @@ def test_a_best_checkpoint_whose_line_is_lost_stays_the_best(
     best = tmp_path / "checkpoints" / "best"
     (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
     assert validation_in(tmp_path, 10, best="t/a/loss").write_name_of_best_checkpoint() == {5}
-    assert best.read_text() == "step_00000005\n" and not said
-    (tmp_path / "evals.jsonl").write_text(f"{damage}\n{lines[1]}\n")
+    assert best.read_text() == "step_00000005\n"
+    (tmp_path / "evals.jsonl").write_text(f"{lines[1]}\n{damage}\n")
     if damage is None:
         (tmp_path / "evals.jsonl").unlink()
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"no undamaged line of the best checkpoint, .*step_00000005\. Restore"):
+        validation_in(tmp_path, 10, best="t/a/loss")
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+    best.unlink()
     kept = validation_in(tmp_path, 10, best="t/a/loss").write_name_of_best_checkpoint()
-    assert kept == ({5} if damage is None else {5, 10}) and best.read_text() == "step_00000005\n"
-    assert len(said) == 1 and "step_00000005" in said[0] and "its score is unknown" in said[0]
-    if damage:
-        best.unlink()
-        assert validation_in(tmp_path, 10, best="t/a/loss").write_name_of_best_checkpoint() == {10}
+    assert kept == (set() if damage is None else {10})
     (tmp_path / "evals.jsonl").write_text(f"{lines[0]}\n")
     best.write_text("step_00000010\n")  # is made again, after a start from step 5
-    said.clear()
-    assert validation_in(tmp_path, 5, best="t/a/loss").write_name_of_best_checkpoint() == {5} and not said
+    assert validation_in(tmp_path, 5, best="t/a/loss").write_name_of_best_checkpoint() == {5}
 
 
 def validation_in(out: Path, step: int, best: str | None = None) -> Validation:

@@ -13,7 +13,7 @@ from typing import Any
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.errors import LOG
+from xscale.errors import LOG, UserError
 from xscale.eval.bootstrap import format_score, intervals_of_scores
 from xscale.eval.in_training import Results, check_metric_is_measured
 from xscale.metric_keys import ALL, better_direction
@@ -42,42 +42,35 @@ class Validation:
         self.tasks = tasks
         self.metrics = metrics
         self.checkpoints = context.out / "checkpoints"
-        path = context.out / EVALS if recipe.eval.tasks and context.cpu_group.is_main else None
-        self.lines = JsonLines(path, step)
         self.goodness: dict[int, float] = {}
         """Step -> the number that checkpoint.best names, where it is finite, and negative if lower numbers are better.
         On rank 0 only."""
         self.best = recipe.checkpoint.best or ""
         """The path TASK/ROW/METRIC of the number by which the best checkpoint is chosen, or an empty string."""
-        self.best_without_line: Path | None = None
-        """The checkpoint that the file `best` names, if evals.jsonl has no undamaged line of its step."""
-        if self.best and path:
-            evaluated = set[float]()
-            for _, entry in files.entries_from_end(path):
-                with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
+        if self.best:
+            context.cpu_group.value_from_main(lambda: self.read_earlier_evaluations(step))
+        self.lines = JsonLines(context.out / EVALS if recipe.eval.tasks and context.cpu_group.is_main else None, step)
+
+    def read_earlier_evaluations(self, step: int) -> None:
+        """Note the numbers of the evaluations up to `step`, and write the name of the best checkpoint. Rank 0 only.
+        Raises UserError if evals.jsonl has no line of the checkpoint that the file `best` names."""
+        path = self.context.out / EVALS
+        evaluated = set[float]()
+        for _, entry in files.entries_from_end(path) if path.exists() else ():
+            with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
+                if entry["step"] <= step:
                     self.record_selection_metric(entry["step"], entry["results"])
                     evaluated.add(entry["step"])
-            self.best_without_line = self.find_best_without_line(step, evaluated)
-            if self.best_without_line:
-                LOG.warning(
-                    f"{path} has no undamaged line of the best checkpoint, {self.best_without_line}, so its score is "
-                    f"unknown. The run keeps this checkpoint, and does not change the file {checkpoints.BEST}. "
-                    f"To choose the best checkpoint by the scores in {path.name} alone, remove "
-                    f"{self.checkpoints / checkpoints.BEST}, and start the run again"
+        file = self.checkpoints / checkpoints.BEST
+        name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+        for checkpoint in checkpoints.list_checkpoints(self.checkpoints):
+            saved = checkpoints.step_from_name(checkpoint)
+            if checkpoint.name == name and saved <= step and saved not in evaluated:  # later ones are made again
+                raise UserError(
+                    f"{path} has no undamaged line of the best checkpoint, {checkpoint}. Restore {path} from a copy. "
+                    f"To choose the best checkpoint by the other lines alone, remove {file}"
                 )
-            self.write_name_of_best_checkpoint()
-
-    def find_best_without_line(self, step: int, evaluated: set[float]) -> Path | None:
-        """Return the complete checkpoint that the file `best` names if evals.jsonl has no line of it, or None. step:
-        the step after which the run continues; later checkpoints are made again. evaluated: the steps of the lines."""
-        name = ""
-        with suppress(OSError, ValueError):
-            name = (self.checkpoints / checkpoints.BEST).read_text(encoding="utf-8").strip()
-        for path in checkpoints.list_checkpoints(self.checkpoints):
-            saved = checkpoints.step_from_name(path)
-            if path.name == name and saved <= step and saved not in evaluated:
-                return path
-        return None
+        self.write_name_of_best_checkpoint()
 
     def record_selection_metric(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
@@ -93,19 +86,16 @@ class Validation:
         return max(measured, key=lambda path: self.goodness[checkpoints.step_from_name(path)], default=None)
 
     def write_name_of_best_checkpoint(self) -> set[int]:
-        """Write the name of the best checkpoint to checkpoints/best, unless the file names a checkpoint of unknown
-        score. Return the steps of these checkpoints, which must stay on disk. Rank 0 only."""
+        """Write the name of the best checkpoint to checkpoints/best. Return its step, because this checkpoint must stay
+        on disk. Rank 0 only."""
         best = self.best_checkpoint()
         file = self.checkpoints / checkpoints.BEST
-        steps = {checkpoints.step_from_name(path) for path in (best, self.best_without_line) if path}
-        if self.best_without_line:
-            return steps
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
             if best:
                 files.write_text(file, best.name + "\n")
             else:
                 file.unlink(missing_ok=True)
-        return steps
+        return {checkpoints.step_from_name(best)} if best else set()
 
     def evaluate_if_due(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
