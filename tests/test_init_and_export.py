@@ -44,7 +44,7 @@ from xscale.data.mixture import describe_sources_read
 from xscale.data.packed_row import Tokens
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import LOG, UserError
+from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules_json, read_pooling
@@ -415,19 +415,6 @@ def test_a_run_whose_path_has_a_pattern_s_characters_is_read(tmp_path: Path, mon
     assert len(read_full_weights(path)) == 1
 
 
-def test_initial_weights_are_not_older_in_silence(
-    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newest checkpoint of model.init has lost its manifest."""
-    said: list[str] = []
-    monkeypatch.setattr(LOG, "warning", said.append)
-    shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
-    assert load_initial_model(tmp_path, 0.1) and not said
-    (tmp_path / "checkpoints" / "step_00000009").mkdir()
-    assert load_initial_model(tmp_path, 0.1)
-    assert len(said) == 1 and "step_00000009 has no readable manifest.json, so it is not used" in said[0]
-
-
 def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(ended[1] / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
@@ -436,17 +423,6 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
     (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
     assert export.find_and_export_checkpoint(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
     assert checkpoints.resolve_checkpoint(tmp_path).name == "step_00000009", "no newer one is there"
-
-
-def test_an_export_says_which_newer_checkpoint_is_damaged(
-    ended: tuple[StepModule, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "step_00000009").mkdir()
-    with caplog.at_level("WARNING", logger=LOG.name):
-        LOG.propagate = True
-        assert export.find_and_export_checkpoint(tmp_path, tmp_path / "hf").name == "step_00000007"
-    assert "step_00000009 has no readable manifest.json, so it is not used" in caplog.text
 
 
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:

@@ -82,8 +82,6 @@ def find_and_export_checkpoint(
     best checkpoint. pooling: how sentence vectors are pooled; None: see choose_sentence_vectors. layers: the number of
     first layers to export; None: export the whole model. Raises UserError."""
     path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
-    if path != source and not best:  # the newest checkpoint of a run
-        checkpoints.warn_of_missing_manifests(path.parent, path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
     files.check_writable_and_make_folder(out)

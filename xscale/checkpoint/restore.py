@@ -76,10 +76,7 @@ def load_initial_model(init: str | Path, dropout: float) -> PreTrainedModel:
     """Return the model of model.init in fp32. init: a run, a checkpoint, a Hugging Face directory or a hub name.
     dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run_or_checkpoint(Path(init)):
-        chosen = store.resolve_checkpoint(Path(init))
-        if CpuGroup().is_main and chosen != Path(init):  # the newest checkpoint of a run
-            store.warn_of_missing_manifests(chosen.parent, chosen)
-        return load_model_of_run(chosen, dropout)
+        return load_model_of_run(init, dropout)
     return load_pretrained(init, dropout)
 
 

@@ -65,27 +65,9 @@ class Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
-    return [path for path in list_steps(folder) if (path / MANIFEST).exists()]
-
-
-def list_steps(folder: Path) -> list[Path]:
-    """Return the directories step_X in the folder, oldest first. One without a manifest is damaged, because a
-    checkpoint gets its manifest before it gets this name."""
     if not folder.is_dir():
         return []
-    return [path for path in sorted(folder.glob("step_*")) if NAME.fullmatch(path.name)]
-
-
-def warn_of_missing_manifests(folder: Path, used: Path | None) -> None:
-    """Warn of each directory step_X in the folder that has no manifest and is later than the checkpoint `used`. None:
-    no checkpoint is used."""
-    for path in list_steps(folder):
-        is_later = used is None or step_from_name(path) > step_from_name(used)
-        if is_later and not (path / MANIFEST).exists():
-            LOG.warning(
-                f"{path} has no readable {MANIFEST}, so it is not used. To use this checkpoint, restore "
-                f"{path / MANIFEST} from a copy"
-            )
+    return [path for path in sorted(folder.glob("step_*")) if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
 
 
 def is_run_or_checkpoint(path: Path) -> bool:
@@ -114,16 +96,12 @@ def resolve_checkpoint(path: Path) -> Path:
 def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
     get the same one."""
-    valid = None
     for path in reversed(list_checkpoints(folder)):
         problem = find_damage(path, cpu_group)
         if problem is None:
-            valid = path
-            break
+            return read_checkpoint(path)
         LOG.warning(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
-    if cpu_group.is_main:
-        warn_of_missing_manifests(folder, valid)
-    return read_checkpoint(valid) if valid else None
+    return None
 
 
 def read_undamaged_checkpoint(path: Path, cpu_group: CpuGroup) -> Checkpoint:

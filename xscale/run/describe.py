@@ -22,10 +22,8 @@ HOT = 2e-4
 
 def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     """Return the lines to print before the first step."""
-    model = recipe.model
-    lines = [
-        f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"
-    ]
+    weights = resolve_model_init(recipe.model.init) or "random"  # of a run, the checkpoint that is read
+    lines = [f"peak learning rate {recipe.train.lr:g}, dropout {recipe.model.dropout:g}, initial weights: {weights}"]
     if recipe.train.epochs:
         lines.append(
             f"the run has {recipe.train.steps:,} steps by train.epochs ({recipe.train.epochs:g}), which replaces "

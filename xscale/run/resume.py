@@ -98,10 +98,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
 def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     if resume != "auto":
-        chosen = checkpoints.resolve_checkpoint(Path(resume))
-        if cpu_group.is_main and chosen != Path(resume):  # the newest checkpoint of a run
-            checkpoints.warn_of_missing_manifests(chosen.parent, chosen)
-        return checkpoints.read_undamaged_checkpoint(chosen, cpu_group)
+        return checkpoints.read_undamaged_checkpoint(checkpoints.resolve_checkpoint(Path(resume)), cpu_group)
     path = out / "checkpoints"
     if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
         return checkpoint
