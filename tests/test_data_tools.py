@@ -133,7 +133,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     with pytest.raises(UserError, match="Write all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
-    with pytest.raises(UserError, match=r"links: line 1: .* less than half of the characters .*--links_src F"):
+    with pytest.raises(UserError, match=r"links: line 1: .*less than half of the characters .*--links_src F"):
         write_pairs(*paths, tmp_path / "x", *options)
 
 

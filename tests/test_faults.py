@@ -75,7 +75,7 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
         lambda source: source.read(0, 4),
         lambda source: source.byte_lengths_and_continuations(0, slice(None))[1],
     ):
-        with pytest.raises(UserError, match=rf"{idx.name} does not match its checksum .*xscale data index"):
+        with pytest.raises(UserError, match=rf"{idx.name} does not have the checksum .*xscale data index"):
             look(Source(tmp_path / "mono"))
 
 

@@ -125,7 +125,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
     own = ["streams.more={objective: tlm, samples: 4, languages: [en-fr]}", "train.epochs=3"]
     assert loader_of(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
-    with pytest.raises(UserError, match=r"train.epochs counts sentence pairs, .* Set train.steps"):
+    with pytest.raises(UserError, match=r"train.epochs needs a stream of sentence pairs, .* Set train.steps"):
         loader_of(texts, demo, "mlm", "train.epochs=3")
 
 
@@ -167,7 +167,7 @@ def test_warmup_must_fit_the_steps_of_the_epochs(texts: Path, demo: Path) -> Non
     sets = ["train.epochs=1", "streams.tlm.samples=10"]
     assert loader_of(texts, demo, "tlm", *sets, "train.warmup=26").recipe.train.steps == 26
     with pytest.raises(
-        UserError, match=r"train.epochs: 1 epochs are 26 steps. train.warmup: 27 steps are more than the 26 steps"
+        UserError, match=r"With train.epochs=1, the run has 26 steps. train.warmup: 27 steps are more than the 26 steps"
     ):
         loader_of(texts, demo, "tlm", *sets, "train.warmup=27")
 

@@ -102,7 +102,7 @@ def test_a_rank_of_a_node_that_ends_stops_no_other() -> None:
     (planner,) = multiprocessing.active_children()
     first.close()  # type: ignore[attr-defined]
     assert not planner.is_alive()
-    with pytest.raises(RuntimeError, match=r"plans the steps has ended; another rank of this node"):
+    with pytest.raises(RuntimeError, match=r"plans the steps has ended. It was started by another rank of this node"):
         list(third)
 
 

@@ -511,7 +511,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
 def test_advice(demo: Path) -> None:
     loader = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999")
     notes = "\n".join(start_notes(loader.recipe, loader.corpus))
-    assert "streams.ppa.momentum: with 0.999" in notes and "1,000 steps" in notes
+    assert "streams.ppa.momentum: 0.999 is too large" in notes and "1,000 steps" in notes
     loader = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99")
     advised = start_notes(loader.recipe, loader.corpus)
     assert not any("streams.ppa" in line for line in advised)

@@ -275,7 +275,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [MONO], "rules": {"dedup": "fuzzy", "ratio": True}}, ["dedup: 'fuzzy'", "ratio: True"]),
         ({"sources": [MONO], "tokenizer": {"vocab_size": "many"}, "aligned": True}, ["'many'", "aligned: unknown key"]),
         ({"sources": [MONO], "tokenizer": {"vocab_size": 99_999_999_999}}, ["tokenizer.TokenizerSpec.vocab_size"]),
-        ({"sources": [MONO | {"mono": "german"}]}, ["'german' is not a code", "such as german1"]),
+        ({"sources": [MONO | {"mono": "german"}]}, ["'german' is not a language code", "such as german1"]),
         ({"sources": [MONO | {"licence": "\ud800"}]}, ["unpaired surrogate"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}}]}, ["sources.0.rules.lenght: unknown key"]),
         ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),

@@ -129,8 +129,11 @@ PATHS = ("model.init", "model.tokenizer", "data.cache")
         ("streams.mlm.samples=0", "0"),
         ("streams.mlm.mask_prob=1.0", "1"),
         ("streams.mlm.weight=1e308", "1e+308"),
-        ("train.warmup=1.9", "1.9: the value must be a share below 1, or a whole number of steps"),
-        ("train.decay=1.1", "1.1: the value must be a share below 1"),
+        (
+            "train.warmup=1.9",
+            "1.9: the value must be a share of the run's steps, such as 0.1, or a whole number of steps",
+        ),
+        ("train.decay=1.1", "1.1: the value must be a share of the run's steps"),
         *((f"{field}=''", "the text must have at least 1 character") for field in PATHS),
         ("data.lexicons=['']", "data.lexicons[0]: '': the text must have at least 1 character"),
         ("phases={}", "{} is not a list"),

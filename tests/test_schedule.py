@@ -51,7 +51,7 @@ def test_a_step_has_the_recipe_s_rate_unless_the_ds_config_has_a_scheduler() -> 
 
 
 def test_a_decay_must_fit_beside_the_warm_up() -> None:
-    with pytest.raises(UserError, match=r"decay has 30 steps and the warm-up has 11 steps, together more than the 40"):
+    with pytest.raises(UserError, match=r"decay: 30 steps of decay and 11 steps of warm-up are more than the 40"):
         load("warmup=11", "decay=0.75")
     assert TrainConfig(steps=40, warmup=10, decay=30).learning_rate(9) == TrainConfig().lr
 

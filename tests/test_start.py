@@ -121,7 +121,7 @@ def test_the_index_says_how_many_pairs_have_links(demo: Path, tmp_path: Path, mo
     pairs = index["records"]
     path.write_text(json.dumps(index | {"linked": pairs - 3}))
     with pytest.raises(
-        UserError, match=f"streams.alignlm needs word alignments, and 3 of the {pairs:,} pairs in .*pairs have none"
+        UserError, match=f"streams.alignlm needs word alignments, but 3 of the {pairs:,} pairs in .*pairs have none"
     ):
         resolve_run("alignlm", ["data.workers=0"], [tmp_path])
     path.write_text(json.dumps(index))

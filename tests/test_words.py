@@ -197,9 +197,9 @@ def test_links_of_the_aligners_text_are_carried_over() -> None:
         [3, 4],
         [6],
     ]  # what is not in the text has no place
-    with pytest.raises(ValueError, match=r"words of the tokenised text .* but less than half of the characters"):
+    with pytest.raises(ValueError, match=r"less than half of the characters of the tokenised text"):
         project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
-    with pytest.raises(ValueError, match=r"link '9-0' must be i-j, with i below 5 and j below 6"):
+    with pytest.raises(ValueError, match=r"link '9-0' is wrong. .* with i below 5 and j below 6"):
         project_links("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
         project_links("0:0", texts)

@@ -121,7 +121,9 @@ def partial_path(path: Path) -> Path:
     """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
     `..`, a link to no file, or a device, and OSError for a loop of links."""
     if path.name in ("", ".."):
-        raise UserError(f"{str(path)!r} cannot be the name of an output. Choose the name of a new file or folder")
+        raise UserError(
+            f"{str(path)!r} does not end in the name of a file or folder. Choose the name of a new file or folder"
+        )
     if path.is_symlink() and not path.is_file():
         with suppress(FileNotFoundError):
             path.stat()  # a loop raises OSError here, and RuntimeError in path.resolve()

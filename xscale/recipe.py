@@ -47,7 +47,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 def check_steps_or_share(value: float) -> float:
     if 1 < value < 2:
-        raise ValueError("the value must be a share below 1, or a whole number of steps")
+        raise ValueError("the value must be a share of the run's steps, such as 0.1, or a whole number of steps")
     return value
 
 
@@ -225,9 +225,9 @@ class TrainConfig:
             )
         if self.decay is not None and self.steps_of_share(self.warmup) + self.steps_of_share(self.decay) > self.steps:
             raise ValueError(
-                f"decay: the decay has {self.steps_of_share(self.decay)} steps and the warm-up has "
-                f"{self.steps_of_share(self.warmup)} steps, together more than the {self.steps} steps of the run. "
-                "Lower train.decay or train.warmup, or raise train.steps"
+                f"decay: {self.steps_of_share(self.decay)} steps of decay and {self.steps_of_share(self.warmup)} steps "
+                f"of warm-up are more than the {self.steps} steps of the run. Lower train.decay or train.warmup, or "
+                "raise train.steps"
             )
         return self
 
@@ -552,8 +552,8 @@ def build_recipe_without_phases(
     if not is_phase or len(idle) == len(streams):
         problems += [
             (
-                f"streams.{name}.samples: the value 0 pauses the stream. A stream can be paused only in a phase with "
-                "another active stream. Write 1 or more"
+                f"streams.{name}.samples: the value 0 is allowed only in a phase, and only if another stream of the "
+                "phase has samples. Write 1 or more"
             )
             for name in idle
         ]
@@ -565,7 +565,8 @@ def build_recipe_without_phases(
     if best and best.partition("/")[0] not in tasks:
         problems.append(
             f"checkpoint.best: {best} does not begin with the name of a task in eval.tasks (names: "
-            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/METRIC, such as heldout/mlm/loss"
+            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/METRIC, such as heldout/mlm/loss for the loss of the "
+            "stream mlm"
         )
     return recipe
 
@@ -635,8 +636,8 @@ def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[st
         end = round(until * steps)
     if end < begin:
         problems.append(
-            f"until: {until!r} must be the number of the last step of the phase, and at least {begin}. Write a whole "
-            "number, or a decimal number, such as 0.8, for a share of the run's steps (1.0 is the end of the run)"
+            f"until: {until!r} cannot be the last step of the phase. Write the number of a step, at least {begin}, or "
+            "a share of the run's steps, such as 0.8 (1.0 is the end of the run)"
         )
     return end
 

@@ -70,11 +70,11 @@ class Record(NamedTuple):
         doc = fields.get("doc")
         if not isinstance(links, str | None) or not isinstance(doc, str | int | None):
             raise ValueError(
-                f"record {key!r} has `links` {links!r} and `doc` {doc!r}. If present, `links` must be a string such as "
-                "'0-0 1-2', and `doc` must be a string or a whole number"
+                f"record {key!r} has `links` {links!r} and `doc` {doc!r}. `links` must be a string, such as '0-0 1-2', "
+                "or absent. `doc` must be a string or a whole number, or absent"
             )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
-            raise ValueError(f"record {key!r}: UTF-8 cannot encode the key, because of an unpaired surrogate in it")
+            raise ValueError(f"record {key!r}: the key has an unpaired surrogate, which UTF-8 cannot encode")
         return cls(str(key), langs, texts, links, doc)
 
 

@@ -207,14 +207,16 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     stream = next((stream for stream in corpus.streams.last if not stream.reads_running_text), None)
     if stream is None:
         raise UserError(
-            "train.epochs counts sentence pairs, but no stream of the recipe reads pairs. Set train.steps instead"
+            "train.epochs needs a stream of sentence pairs, and the recipe has no such stream. Set train.steps instead"
         )
     steps = math.ceil(round(recipe.train.epochs * stream.record_count(corpus.sources) / stream.samples, 6))
     steps = max(steps, 1)
     problems = list[str]()
     train = read_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)
     if problems:
-        raise UserError(f"train.epochs: {recipe.train.epochs:g} epochs are {steps:,} steps. " + "\n".join(problems))
+        raise UserError(
+            f"With train.epochs={recipe.train.epochs:g}, the run has {steps:,} steps. " + "\n".join(problems)
+        )
     return replace(recipe, train=train)
 
 
@@ -230,9 +232,9 @@ def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources
         pairs = source.index["records"]
         if source.linked_pair_count < pairs:
             raise UserError(
-                f"streams.{stream} needs word alignments, and {pairs - source.linked_pair_count:,} of the {pairs:,} "
+                f"streams.{stream} needs word alignments, but {pairs - source.linked_pair_count:,} of the {pairs:,} "
                 f"pairs in {source.directory} have none. Write these shards again by `xscale data write_shards pairs "
-                "... --align` (or `--links FILE`), or by `xscale data prepare` from a corpus.yaml with `align: true` "
+                "... --align` (or `--links FILE`). Or run `xscale data prepare` on a corpus.yaml with `align: true` "
                 f"and the source `shards: {source.directory}`"
             )
         source.check_link_segmentation()
@@ -281,8 +283,8 @@ def select_lexicons(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     if not any(lexicon.words for lexicon in selected):
         available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
         raise UserError(
-            f"streams.{stream} needs a dictionary of its languages ({', '.join(languages or ['all'])}), but "
-            f"no dictionary of the run (files: {available}) has entries in these languages. Set "
+            f"streams.{stream} needs a dictionary of the stream's languages ({', '.join(languages or ['all'])}), "
+            f"but the dictionaries of the run ({available}) have no entries in these languages. Set "
             "data.lexicons=[PATH/en-de.txt], or put a dictionary into the folder lexicon/ beside the shards"
         )
     return tuple(selected)
@@ -303,14 +305,16 @@ def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path
     if init and not Path(init).exists():
         if not exists_or_is_hub_name(init):
             raise UserError(
-                f"model.init {init} does not exist. Use a run, a Hugging Face directory or a model on the Hugging "
-                f"Face Hub. If you resume a run, and {init} was removed after the start of the run, export the newest "
-                f"checkpoint of the run to {init}: `xscale export RUN {init}`"
+                f"model.init {init} does not exist. Set model.init to a run, a checkpoint, the folder of a Hugging "
+                f"Face model, or the name of a model on the Hugging Face Hub. If you resume a run, and {init} was "
+                "removed after the start of the run, export the run's newest checkpoint to this path: `xscale export "
+                f"RUN {init}`"
             )
         return init  # a hub name
     if data is None:
         raise UserError(
-            "xscale looks for a tokenizer beside the shards, but every --data is a URL. Set model.tokenizer=DIR"
+            "the run has no tokenizer. xscale looks for a tokenizer beside local shards, but every --data is a URL. "
+            "Set model.tokenizer=DIR"
         )
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
@@ -335,7 +339,7 @@ def check_tokenizer_of_init(recipe: Recipe, init_directory: Path | str | None, t
     trained = Tokenizer(init_directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {recipe.model.init} was trained with the tokenizer in {init_directory}, and this run has "
-            f"another tokenizer, {tokenizer.hf.name_or_path}. Set model.tokenizer={init_directory}, or add tokens to "
-            "the model's vocabulary (docs/how-to/add-language.md)"
+            f"model.init {recipe.model.init} was trained with the tokenizer in {init_directory}, but this run has "
+            f"another tokenizer, {tokenizer.hf.name_or_path}. Set model.tokenizer={init_directory}. To train with more "
+            "tokens, first enlarge the model and its tokenizer (docs/how-to/add-language.md)"
         )

@@ -67,8 +67,8 @@ class Lexicon:
     def summary(self) -> str:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
         return (
-            f"dictionary {self.path}: {len(self.words):,} entries; in {len(self.single_token_pairs()):,} of the "
-            f"entries, both words are single tokens; {self.unknown:,} further entries are left out, because they have "
+            f"dictionary {self.path} has {len(self.words):,} entries. In {len(self.single_token_pairs()):,} of the "
+            f"entries, both words are single tokens. {self.unknown:,} further entries are left out, because they have "
             "tokens that the tokenizer does not know"
         )
 
@@ -194,7 +194,7 @@ def _token_ids_of_words(words: list[str], tokenizer: Tokenizer, path: Path) -> l
             if max(ids[word]) >= len(tokenizer.hf):
                 raise UserError(
                     f"{path}: the token id {word!r} is too large for the tokenizer, which has "
-                    f"{len(tokenizer.hf):,} tokens. Use a dictionary whose ids are those of the tokenizer"
+                    f"{len(tokenizer.hf):,} tokens. Use a dictionary with words, or with ids of this tokenizer"
                 )
         else:
             texts.append(word)
@@ -253,7 +253,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
         if len(columns) != 2 or not all(columns):
             raise UserError(
                 f"{path}: line {number}: {line!r} is not a dictionary entry. Write a word and its translation with "
-                "a space or tab between the two words; if one of them has spaces, write a tab"
+                "a space or tab between the two words. If a word has spaces, write a tab"
             )
         entries[columns[0], columns[1]] = None
     if not entries:

@@ -46,8 +46,8 @@ def parse_pharaoh(links: str, word_counts: tuple[int, int]) -> list[Link]:
     else:
         wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
     raise ValueError(
-        f"the word link {wrong[0]!r} must be i-j, with i below {word_counts[0]} and j below {word_counts[1]}, the "
-        "numbers of words of the two sentences"
+        f"the word link {wrong[0]!r} is wrong. The two sentences have {word_counts[0]} and {word_counts[1]} words, so "
+        f"a link must be i-j, with i below {word_counts[0]} and j below {word_counts[1]}"
     )
 
 
@@ -120,8 +120,8 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
                 place_of[block.b + k] = visible[block.a + k]
     if 2 * len(place_of) < len(token_characters):
         raise ValueError(
-            f"the word links count the words of the tokenised text {tokenised[:60]!r}, but less than half of the "
-            f"characters of this text are in the text {text[:60]!r} of the pair"
+            f"less than half of the characters of the tokenised text {tokenised[:60]!r} are in the pair's text "
+            f"{text[:60]!r}, so word links of the tokenised text do not fit the pair"
         )
     places_of_tokens = list[list[int]]()
     character_number = 0

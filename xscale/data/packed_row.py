@@ -153,7 +153,7 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         for term, groups in part.group_of_target.items():
             assert len(groups) == part.target_counts[term], (
                 f"streams.{stream}: `collate` returned group_of_target[{term!r}] with {len(groups)} items, but "
-                f"target_counts has {part.target_counts[term]}"
+                f"target_counts[{term!r}] is {part.target_counts[term]}"
             )
             group_of_target[loss_key(stream, term)] = groups
             targets_of_groups = np.bincount(groups, minlength=len(part.language_groups)).tolist()

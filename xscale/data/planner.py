@@ -135,7 +135,7 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
 
 def _planner_death_error(planner: multiprocessing.Process | None) -> RuntimeError:
     """Return the error that says how the planner has ended. planner: its process, if this rank has started it."""
-    how = "has ended; another rank of this node had started the process"
+    how = "has ended. It was started by another rank of this node"
     if planner:
         planner.join()
         code = planner.exitcode or 0

@@ -49,13 +49,13 @@ def check_language_name(name: str) -> None:
     de. Invented names of up to three letters, or with a digit, are allowed."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"the language name {name!r} may have only letters, digits and _, and single hyphens between these "
-            "characters, as in zh-Hant. Correct the name"
+            f"{name!r} is not the name of a language. Such a name has only letters, digits and _, with single hyphens "
+            "between these characters, as in zh-Hant. Correct the name"
         )
     if len(name) > 3 and name.isalpha():
         raise ValueError(
-            f"the language name {name!r} is not a code. Write a code of two or three letters, such as de, eng_Latn or "
-            f"zh-Hans. If the language has no code, write a name with a digit, such as {name}1"
+            f"{name!r} is not a language code. Write a code of two or three letters, such as de, eng_Latn or zh-Hans. "
+            f"If the language has no code, write a name with a digit, such as {name}1"
         )
 
 

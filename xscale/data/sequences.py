@@ -151,7 +151,7 @@ def number_words_within_sequences(
     for sequence in sequences:
         first_word = 0
         for example, side in sequence:
-            assert example.words is not None, "Tokenizer.encode_words must encode all examples of a batch, or none"
+            assert example.words is not None, "only some examples of the batch are from Tokenizer.encode_words"
             words = example.words[side]
             numbers.append(np.where(words.word_of_token < 0, -1, words.word_of_token + first_word))
             lengths.append(len(words.word_of_token))

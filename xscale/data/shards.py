@@ -145,8 +145,8 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: according to index.json, the word alignments count words as the segmentation "
-                f"{self.segmentation} divides them. This version of xscale does not have this segmentation. Use the "
+                f"{self.directory}: the word alignments number the words of the segmentation {self.segmentation} "
+                "(field `segmentation` of index.json). This version of xscale cannot divide texts in this way. Use the "
                 "version that wrote the shards, or write the shards again from the text: `xscale data write_shards "
                 "pairs ... --align` (or `--links FILE`)"
             )
@@ -235,7 +235,7 @@ class Source:
             file = self._open_file(idx_name)
             if file.entries_have_checksum(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
-            problem = "does not match its checksum in the index.json that the run read at its start"
+            problem = "does not have the checksum that index.json gave at the start of the run"
         remedy = f"copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
             remedy = f"remove {self.directory}; the next start downloads the shards again"
@@ -313,14 +313,15 @@ class Source:
                 parsed = parse_tar_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
-                f"{self.directory}/{self.shards[shard].name}: record {record} cannot be read in the `layout` "
-                f"{self.layout!r} that index.json gives ({error}). Write a new index by `xscale data index "
+                f"{self.directory}/{self.shards[shard].name}: record {record} cannot be read ({error}). The `layout` "
+                f"in index.json, {self.layout!r}, may be wrong. Write the index again by `xscale data index "
                 f"{self.directory}`"
             ) from None
         if parsed.langs != self.written_langs:
             raise UserError(
-                f"{self.directory}: record {parsed.key!r} has the languages {', '.join(parsed.langs)}, and "
-                f"index.json says {', '.join(self.written_langs)}. Run `xscale data index {self.directory}`"
+                f"{self.directory}: record {parsed.key!r} has the languages {', '.join(parsed.langs)}, but "
+                f"index.json says {', '.join(self.written_langs)}. Write the index again by `xscale data index "
+                f"{self.directory}`"
             )
         if self.langs != self.written_langs:
             return parsed._replace(langs=self.langs)
@@ -486,9 +487,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
 def check_language_names(langs: list[str] | tuple[str, ...]) -> None:
     """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
-        raise ValueError(
-            f"`langs` {list(langs)} are not names of languages, such as en. A name must not have spaces or slashes"
-        )
+        raise ValueError(f"`langs` {list(langs)} must be names of languages, such as en, without spaces and slashes")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
         raise ValueError(f"`langs` {list(langs)} must be one language or two different languages")
 

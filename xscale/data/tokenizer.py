@@ -169,8 +169,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # the Rust code may panic, which is no Exception
             raise UserError(
-                f"tokenizer {path} cannot encode unknown letters, or cannot encode two sentences as a pair "
-                f"({error}). Correct unk_token or post_processor in tokenizer.json"
+                f"tokenizer {path} cannot encode a rare letter or a pair of sentences ({error}). Correct unk_token "
+                "(for letters) or post_processor (for pairs) in tokenizer.json"
             ) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside_sentence(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""

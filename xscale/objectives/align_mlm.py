@@ -58,8 +58,8 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     source, target = ids_of_differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "
-            "differ and, with `subwords: single`, be single tokens. Use a larger dictionary, or `subwords: mean`"
+            f"streams.{context.stream}: no dictionary entry can be used. The two words of an entry must differ. With "
+            "`subwords: single`, both words must be single tokens. Use a larger dictionary, or `subwords: mean`"
         )
     picked = draw_entry_indices_of_row(len(source.lengths), options.pairs_per_step, context)
     source = source.select_lists(picked)

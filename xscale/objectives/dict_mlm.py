@@ -102,9 +102,9 @@ def draw_translations(
     }
     if not any(tables.values()):
         raise UserError(
-            f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "
-            "have the same number of tokens, and different tokens at each position. Use a larger dictionary, or a "
-            "tokenizer with a larger vocabulary"
+            f"streams.{context.stream}: no dictionary entry can be used. The two words of an entry must have the same "
+            "number of tokens, and the tokens must differ at each position. Use a larger dictionary, or a tokenizer "
+            "with a larger vocabulary"
         )
     firsts, sizes = spans_of_wholly_selected_words(sequences, targets)
     keys_W = sequences.random_keys[sequences.sequence_of_token[firsts]]

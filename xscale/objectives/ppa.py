@@ -135,11 +135,11 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     if not options.moco_weight or steps >= 3 * follows:
         return []
     return [
-        f"momentum: with {options.momentum}, the weights of the momentum encoder are a mean of the trained weights "
-        f"over about {follows:,.0f} steps, so in a run of {steps:,} steps the momentum encoder stays near the initial "
-        f"weights. Train for {3 * follows:,.0f} steps or more, or set a smaller momentum. Do not set a momentum below "
-        "0.95: the momentum encoder then changes so fast that the encoder may learn to tell old vectors in PPA's queue "
-        "from new ones, instead of the meaning of sentences"
+        f"momentum: {options.momentum} is too large for a run of {steps:,} steps. The weights of the momentum encoder "
+        f"are a mean of the trained weights over about {follows:,.0f} steps, so they stay near the initial weights. "
+        f"Train for {3 * follows:,.0f} steps or more, or set a smaller momentum, but at least 0.95. With less, the "
+        "momentum encoder changes fast, and the encoder may learn to tell old vectors in PPA's queue from new vectors "
+        "instead of learning the meaning of sentences"
     ]
 
 
@@ -303,7 +303,7 @@ class Moco:
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._rows and not self.step_keys, "the state cannot be saved within a step, only between two steps"
+        assert not self._rows and not self.step_keys, "call state_dict between two steps, not within a step"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(
-            f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of the entries are not used for training "
+            f"{lexicon.summary()}. {recipe.data.lexicon_heldout:.0%} of the entries are not used for training "
             "(data.lexicon_heldout)"
         )
         if not recipe.data.lexicons:
