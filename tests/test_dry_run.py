@@ -88,11 +88,9 @@ def test_a_plan_for_another_machine(
     """Half precision on GPUs, whatever is here. Nothing is written."""
     words = ["--ds_config", str(launch.ROOT / "ds_configs" / f"{ds_config}.json"), "--recipe", "xlm", "--dry_run"]
     words += ["--data", str(demo), "--out", str(tmp_path / "out"), "--ranks", "64"]
-    words += ["--set", "streams.mlm.samples=6", "streams.tlm.samples=20"] if device == "" else []
     dry_run(launch.parse_arguments(words), ALONE)
     told = capsys.readouterr().out
     assert f"ranks: 64 processes on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
-    assert ("26 samples for 64 ranks, so 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
     assert (

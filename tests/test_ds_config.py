@@ -424,15 +424,6 @@ def test_half_precision_takes_zero(precision: str) -> None:
     resolve({precision: {"enabled": "auto"}}, hardware=OLD_CPU)
 
 
-def test_groups_of_machines_divide_the_ranks() -> None:
-    """DeepSpeed has no group for the ranks that are left over; of fewer ranks than a group it makes one of all."""
-    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
-    for world in (1, 3, 8, 16):
-        resolve(config, recipe("xlm"), world)
-    with pytest.raises(UserError, match=r"zero_hpz_partition_size is 8, which does not divide the 12 ranks"):
-        resolve(config, recipe("xlm"), 12)
-
-
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(UserError, match=r"built for ROCm .* Install a PyTorch for CUDA or for CPUs"):

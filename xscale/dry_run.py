@@ -103,12 +103,6 @@ def measure_requirement_lines(
         f"{plan.row_tokens.sum():,.0f} tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each "
         f"rank (train.max_tokens {loader.max_tokens(device):,}); precision: {config.precision}"
     )
-    samples = sum(stream.samples for stream in loader.last_streams)
-    if samples < process.world:
-        yield (
-            f"warning: a step has only {samples:,} samples for {process.world:,} ranks, so "
-            f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
-        )
     begin = time.perf_counter()
     second = batch_or_raise_failure(dataset[mixture.next_plan_of_rank()])
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)

@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -35,9 +34,6 @@ from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import set_learning_rate
-
-QUEUE_REPORT_SECONDS = 30.0
-"""The time between two lines about the queue that is filled before step 1."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,6 @@ def warm_up_queues(
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
         steps = 2 * -(-wanted // warm_up.last_streams[0].samples)
-        next_report = time.monotonic() + QUEUE_REPORT_SECONDS
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.last_streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
@@ -253,11 +248,7 @@ def warm_up_queues(
             have = auxiliary_state.enqueue_new_vectors()
             if have >= wanted:
                 break
-            state = f"filling the queue of streams.{name}, which has {have:,} of {wanted:,} sentence vectors"
-            note_progress(state)
-            if time.monotonic() >= next_report:
-                LOG.info(state)
-                next_report = time.monotonic() + QUEUE_REPORT_SECONDS
+            note_progress(f"filling the queue of streams.{name}, which has {have:,} of {wanted:,} sentence vectors")
         if have < wanted:
             LOG.warning(
                 f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "

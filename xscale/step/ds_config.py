@@ -292,12 +292,6 @@ def resolve_ds_config(
         raise UserError(
             f"--ds_config {path}: {precision} does not work with ZeRO stage 0. Set zero_optimization.stage to 1 or 2"
         )
-    group = zero.get("zero_hpz_partition_size", 1)
-    if zero_stage(resolved) == 3 and type(group) is int and world % max(min(group, world), 1):
-        raise UserError(
-            f"--ds_config {path}: zero_optimization.zero_hpz_partition_size is {group}, which does not divide the "
-            f"{world} ranks evenly. Set zero_hpz_partition_size to the number of ranks on one machine"
-        )
     notes = list[str]()
     for name in HALF_PRECISIONS:
         section = resolved.get(name, {})
