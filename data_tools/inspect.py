@@ -102,7 +102,7 @@ def describe_damage(source: Source, shard_number: int) -> str:
     idx = path.with_suffix(".idx")
     try:
         tar, entries = scan_tar(path, source.langs)
-        if tar.shard == about and idx.read_bytes() == entries.tobytes():
+        if tar.shard == about and idx.read_bytes() == entries.tobytes() == source.index_entries(shard_number).tobytes():
             return ""
         for record in range(about.records):
             source.read(shard_number, record)
@@ -126,7 +126,7 @@ def verify(source: Source) -> None:
 
 def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
     """Print a description of a source with `shown` of its records, and return its entry for --json."""
-    files.map_in_threads(source.check_local_files, source.shards)
+    files.map_in_threads(source.check_local_file, source.shards)
     source.check_link_segmentation()
     records = list[Record]()
     for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):

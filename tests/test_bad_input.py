@@ -522,7 +522,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
         patch.setitem(steps.STEPS, "select", select._replace(function=second))
         write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
     assert refusals and Source(tmp_path / "out").records == 400
-    map_in_threads((whole := Source(tmp_path / "out")).check_local_files, whole.shards)
+    map_in_threads((whole := Source(tmp_path / "out")).check_local_file, whole.shards)
 
 
 def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:

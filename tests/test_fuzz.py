@@ -94,7 +94,7 @@ def state_of(directory: Path) -> Any:
     """All that a run reads of a folder of shards: names, records, documents."""
     found = []
     for source in find_sources([directory]):
-        map_in_threads(source.check_local_files, source.shards)
+        map_in_threads(source.check_local_file, source.shards)
         for shard, count in enumerate(source.counts.tolist()):
             records = [source.renumber_links_by_xscale_words(source.read(shard, record)) for record in range(count)]
             follows = source.byte_lengths_and_continuations(shard, slice(None))[1].tolist()

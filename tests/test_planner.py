@@ -22,7 +22,7 @@ from tests import launch
 from tests.launch import open_run
 from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
-from xscale.data import planner, shards
+from xscale.data import planner
 from xscale.data.loader import start_batch_workers, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, gather_ranks_of_node, start_planner
@@ -159,12 +159,12 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
             self, shard: int, records: np.ndarray | slice
         ) -> tuple[np.ndarray, np.ndarray]:
             if shard == 1:
-                raise UserError("xx-000001.idx is damaged")
+                raise UserError("entries is damaged")
             return super().byte_lengths_and_continuations(shard, records)
 
     source: Any = Damaged("en-xx", [300] * 3)
     run = mixture(sources=[source], streams=[pairs("tlm", (0,), 30)])
-    with pytest.raises(RankError, match=r"xx-000001\.idx is damaged"):
+    with pytest.raises(RankError, match="entries is damaged"):
         list(through_workers(run, 1, 100))
 
 
@@ -192,13 +192,12 @@ def test_what_a_file_system_answers_names_the_file(
         return pread(fd, size, at)
 
     monkeypatch.setattr(os, "pread", broken)
-    monkeypatch.setattr(shards, "ENTRIES", "absent")  # so that a planner reads too
     with pytest.raises(OSError) as raised:
         list(loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.last_streams), 3))
     error, memory = raised.value, number == errno.ENOMEM
     assert exit_code_and_message(error)[0] == (USER_ERROR if memory else MACHINE)
     said = exit_code_and_message(error)[1]
-    assert str(demo / "pairs" / "pairs-000000.") in said and os.strerror(number) in said
+    assert str(demo / "pairs" / "entries") in said and os.strerror(number) in said
     assert ("max_tokens" if memory else "start the run again") in said and "\n" not in said
 
 

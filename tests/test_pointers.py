@@ -68,7 +68,7 @@ def whole(tmp_path_factory, demo) -> Path:
 def open_sources(folder: Path) -> None:
     for source in find_sources([folder]):
         for shard in source.shards:
-            source.check_local_files(shard)
+            source.check_local_file(shard)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,6 @@ def open_sources(folder: Path) -> None:
         ("tokenizer/tokenizer.json", lambda folder: Tokenizer(folder / "tokenizer")),
         ("shards/index.json", lambda folder: open_sources(folder / "shards")),
         ("shards/pairs-000000.tar", lambda folder: open_sources(folder / "shards")),
-        ("shards/pairs-000000.idx", lambda folder: open_sources(folder / "shards")),
     ],
 )
 def test_every_reader_names_a_pointer(tmp_path, whole, name: str, read: Callable[[Path], None]) -> None:

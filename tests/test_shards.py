@@ -232,7 +232,7 @@ def flip(path: Path, text: str) -> None:
 def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
     flip(copy / "mono-000001.tar", sentences(700)[300 + 271])
     source = Source(copy)
-    map_in_threads(source.check_local_files, source.shards)
+    map_in_threads(source.check_local_file, source.shards)
     with pytest.raises(UserError, match=r"mono-000001\.tar: record 271 "):
         source.read(1, 271)
     intact = [n for n in range(300) if n != 271]
@@ -241,7 +241,7 @@ def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
 
 @pytest.mark.parametrize("how", ["moved", "copied"])
 def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: str) -> None:
-    """By others of the same names and numbers, whose .idx fits their tar: in another folder, or the same files."""
+    """By others of the same names and numbers, whose entries fit their tar: in another folder, or the same files."""
     (tmp_path / "text.en").write_text("".join(line + "\n" for line in sentences(700, seed=9)), encoding="utf-8")
     arguments = ["mono", "--text", tmp_path / "text.en", "--lang", "en", "--out", tmp_path / "others"]
     write_shards.main([str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
@@ -259,51 +259,52 @@ def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: 
             continue
         # When the folder has moved, the open entries are the old ones: no record of the new tar fits them.
         by_record = rf"mono-00000{shard}\.tar: record 6 .* is damaged: its checksum differs"
-        by_entries = rf"mono-00000{shard}\.idx .* replaced during .* restore the old shards"
+        by_entries = r"/entries does not have .* replaced during .* restore the old shards"
         with pytest.raises(UserError, match=by_record if how == "moved" else by_entries):
             source.read(shard, 6)
     assert Source(copy).read(1, 6).texts[0] == sentences(700, seed=9)[306]
 
 
 def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which planners open, and not thousands; where it is not whole, another shard's, or not there, .idx are read."""
+    """Which planners open, and not thousands. If it does not fit index.json, a new index helps."""
     expected = [np.fromfile(copy / f"mono-{shard:06d}.idx", dtype="<u8,<u4,<u4")["f1"] for shard in range(3)]
     opened: list[str] = []
     plain = os.open
     monkeypatch.setattr(os, "open", lambda path, *args: (opened.append(Path(path).name), plain(path, *args))[1])
 
-    def idx_read_for(source: Source) -> list[str]:
-        opened.clear()
-        found = [source.byte_lengths(shard, slice(None)) for shard in range(3) for _ in range(2)]
-        assert all((a == b).all() for a, b in zip(found[::2], expected, strict=True))
-        return sorted({name for name in opened if name.endswith(".idx")})
+    def damaged_shards(source: Source) -> list[int]:
+        damaged = list[int]()
+        for shard in range(3):
+            try:
+                assert (source.byte_lengths(shard, slice(None)) == expected[shard]).all()
+            except UserError as error:
+                assert f"{copy}/entries does not have the checksums" in str(error)
+                damaged.append(shard)
+        return damaged
 
-    all_idx = [f"mono-{shard:06d}.idx" for shard in range(3)]
-    assert idx_read_for(Source(copy)) == []
     few = Source(copy).with_evenly_spaced_shards(2)
-    assert (few.byte_lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
+    assert (few.byte_lengths(1, slice(None)) == expected[2]).all() and damaged_shards(Source(copy)) == []
+    assert {*opened} == {"entries"}
     whole = (copy / "entries").read_bytes()
-    for damaged, read in (
-        (whole[:40] + b"x" + whole[41:], all_idx[:1]),
-        (whole[:-16], all_idx[2:]),
-        (whole[16:], all_idx),
-        (b"", all_idx),
+    for content, damaged in (
+        (whole[:40] + b"x" + whole[41:], [0]),
+        (whole[:-16], [2]),
+        (whole[16:], [0, 1, 2]),
+        (b"", [0, 1, 2]),
     ):
-        (copy / "entries").write_bytes(damaged)
-        assert idx_read_for(Source(copy)) == read
+        (copy / "entries").write_bytes(content)
+        assert damaged_shards(Source(copy)) == damaged
     for rewritten in (b"", whole[::-1]):  # in place, as by cp, while it is read: where it is short that would be SIGBUS
         (copy / "entries").write_bytes(whole)
         source = Source(copy)
-        assert idx_read_for(source) == []
+        assert damaged_shards(source) == []
         (copy / "entries").write_bytes(rewritten)
-        assert idx_read_for(source) == all_idx
+        assert damaged_shards(source) == [0, 1, 2]
     (copy / "entries").unlink()
-    assert idx_read_for(Source(copy)) == all_idx and opened.count("entries") == 1
-    (copy / "entries").mkdir()  # every read raises EISDIR
-    assert idx_read_for(Source(copy)) == all_idx
-    (copy / "entries").rmdir()
+    with pytest.raises(UserError, match=f"{copy}/entries is missing.*run `xscale data index {copy}`"):
+        Source(copy).read(0, 0)
     index.main([str(copy)])
-    assert (copy / "entries").read_bytes() == whole and idx_read_for(Source(copy)) == []
+    assert (copy / "entries").read_bytes() == whole and damaged_shards(Source(copy)) == []
 
 
 def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
@@ -319,6 +320,9 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
     assert "3 damaged" in str(error.value)
     for named in (r"mono-000000.tar: record 17 ", "mono-000001.tar: record", "mono-000002.idx"):
         assert named in str(error.value)
+    (copy / "entries").write_bytes(b"")
+    with pytest.raises(UserError, match=r"3 damaged(.|\n)*entries does not have the checksums"):
+        inspect.main([str(copy), "--verify"])
     (copy / "mono-000001.tar").unlink()
     with pytest.raises(UserError, match=r"No such file.*mono-000001\.tar"):
         inspect.main([str(copy), "--verify"])
@@ -326,17 +330,16 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
 
 def test_check_size_sees_an_incomplete_copy(copy: Path) -> None:
     source = Source(copy)
-    map_in_threads(source.check_local_files, source.shards)
-    for name in ("mono-000002.tar", "mono-000002.idx"):
-        whole = (copy / name).read_bytes()
-        for content in (whole[:-512], whole + b"x", b""):
-            (copy / name).write_bytes(content)
-            with pytest.raises(UserError, match=rf"{name} has {len(content):,} bytes.*{len(whole):,}"):
-                map_in_threads(source.check_local_files, source.shards)
-        (copy / name).unlink()
-        with pytest.raises(UserError, match=f"{name} is missing"):
-            map_in_threads(source.check_local_files, source.shards)
-        (copy / name).write_bytes(whole)
+    map_in_threads(source.check_local_file, source.shards)
+    path = copy / "mono-000002.tar"
+    whole = path.read_bytes()
+    for content in (whole[:-512], whole + b"x", b""):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{path} has {len(content):,} bytes.*{len(whole):,}"):
+            map_in_threads(source.check_local_file, source.shards)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path} is missing"):
+        map_in_threads(source.check_local_file, source.shards)
 
 
 def test_index_refuses_a_tar_that_was_cut_anywhere(copy: Path) -> None:

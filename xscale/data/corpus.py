@@ -142,7 +142,7 @@ def check_file_sizes(sources: list[Source], cpu_group: CpuGroup) -> None:
         shards += source.shards
 
     def check(number: int) -> None:
-        map_in_threads(Source.check_local_files, owners[number :: cpu_group.size], shards[number :: cpu_group.size])
+        map_in_threads(Source.check_local_file, owners[number :: cpu_group.size], shards[number :: cpu_group.size])
 
     cpu_group.divide_work([partial(check, number) for number in range(cpu_group.size)])
 

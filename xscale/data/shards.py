@@ -3,8 +3,8 @@
 A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
 entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines", the range is one line of
 JSON inside a `.jsonl` member. In the layout "samples" (tars of other programs), the range is the consecutive members
-that share a key. The file `entries` has the entries of all shards in the order of index.json, so that a reader opens a
-single file besides the tars. If `entries` is absent or does not fit index.json, the .idx files are read instead.
+that share a key. xscale reads the file `entries` in place of the .idx files. It has the entries of all shards in the
+order of index.json, so that a reader opens a single file besides the tars.
 
 The entries of a document's records stand one after the other, and all but the first have the bit FOLLOWS. A
 monolingual text of more than PART_BYTES has several entries with the same byte range. Each of them is read as a record
@@ -85,8 +85,6 @@ class Source:
         self.records = int(self.counts.sum())
         self._owner = object()
         """See open_file."""
-        self._has_entries = True
-        """False after the file `entries` could not be read."""
         if remote:
             self._fetch_entries_file(remote)
 
@@ -174,25 +172,24 @@ class Source:
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
-    def check_local_files(self, shard: Shard) -> None:
-        """Raise UserError if the .tar or .idx of a local shard is missing or has a wrong size. So a run on an
-        incomplete copy fails before step 1. The files of a remote shard are checked when they are fetched."""
+    def check_local_file(self, shard: Shard) -> None:
+        """Raise UserError if the .tar of a local shard is missing or has a wrong size. So a run on an incomplete copy
+        fails before step 1. The files of a remote shard are checked when they are fetched."""
         if self.remote:
             return
         path = f"{self.directory}/{shard.name}"  # to make a Path takes longer than the check
-        for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
-            problem = "is missing"
-            with suppress(FileNotFoundError, NotADirectoryError):
-                size = os.stat(file).st_size
-                if size == expected:
-                    continue
-                if size and (pointer := placeholder_problem(Path(file))):
-                    raise UserError(pointer)
-                problem = f"has {size:,} bytes"
-            raise UserError(
-                f"{file} {problem}, and index.json says {expected:,} bytes. Copy the file again, or run `xscale "
-                f"data index {self.directory}` if the shards were changed on purpose"
-            )
+        problem = "is missing"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            size = os.stat(path).st_size
+            if size == shard.bytes:
+                return
+            if size and (pointer := placeholder_problem(Path(path))):
+                raise UserError(pointer)
+            problem = f"has {size:,} bytes"
+        raise UserError(
+            f"{path} {problem}, and index.json says {shard.bytes:,} bytes. Copy the file again, or run `xscale data "
+            f"index {self.directory}` if the shards were changed on purpose"
+        )
 
     def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         """Return the length in bytes of records of one shard [n_records]."""
@@ -216,31 +213,20 @@ class Source:
         return np.frombuffer(self._index_entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
     def _index_entry_bytes(self, shard: int, first: int, end: int) -> bytes:
-        """Return the bytes of the entries of records `first` to `end` - 1 of a shard: from the file `entries`, or if
-        it is absent or damaged, from the shard's .idx. Raises UserError if both have another checksum than the
-        index.json that this process has read."""
-        about = self.shards[shard]
-        size = (end - first) * ENTRY.size
-        if self._has_entries:
-            start = int(self.starts[shard])
-            try:
-                file = self._open_file(ENTRIES)
-                if file.entries_have_checksum(shard, start, about):
-                    return file.read(size, (start + first) * ENTRY.size)
-            except OSError:
-                self._has_entries = False
-        idx_name = f"{about.name[:-4]}.idx"
+        """Return the bytes of the entries of records `first` to `end` - 1 of a shard. Raises UserError if they have
+        another checksum than in the index.json that this process has read."""
+        start = int(self.starts[shard])
         problem = "is missing"
         with suppress(FileNotFoundError):
-            file = self._open_file(idx_name)
-            if file.entries_have_checksum(shard, 0, about):
-                return file.read(size, first * ENTRY.size)
-            problem = "does not have the checksum that index.json gave at the start of the run"
+            file = self._open_file(ENTRIES)
+            if file.entries_have_checksum(shard, start, self.shards[shard]):
+                return file.read((end - first) * ENTRY.size, (start + first) * ENTRY.size)
+            problem = "does not have the checksums that index.json gave at the start of the run"
         remedy = f"copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
             remedy = f"remove {self.directory}; the next start downloads the shards again"
         raise UserError(
-            f"{self.directory}/{idx_name} {problem}. If the shards were replaced during the run, restore the old "
+            f"{self.directory}/{ENTRIES} {problem}. If the shards were replaced during the run, restore the old "
             f"shards. Otherwise {remedy}"
         )
 
