@@ -449,25 +449,6 @@ def test_a_question_that_a_test_has_twice_is_an_error() -> None:
         plan_training(TASKS["xquad"], {"en": [question]}, {}, {"en": [question, question]}, code_switch=False)
 
 
-def test_words_with_tags_that_the_training_text_lacks_are_counted(tmp_path: Path, capsys: Any) -> None:
-    tags = {"train": ["NOUN", "VERB"], "test": ["NOUN", "SYM", "X", "SYM"]}
-    texts = {}
-    for name, of_file in tags.items():
-        (tmp_path / name).write_text("".join(f"word\t{tag}\n" for tag in of_file))
-        texts[name] = read_examples(TASKS["pos"], tmp_path / name, "en", None)
-    plan_training(TASKS["pos"], {"en": texts["train"]}, {}, {"en": texts["test"]}, code_switch=False)
-    assert f"test: 3 of 4 words have tags that {tmp_path}/train does not have: SYM, X." in capsys.readouterr().out
-
-
-def test_entities_of_another_scheme_are_counted(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "iob2.tsv").write_text("Ada\tB-PER\nLovelace\tI-PER\nwrote\tO\n")
-    (tmp_path / "iob1.tsv").write_text("Ada\tI-PER\nLovelace\tI-PER\nin\tO\nBath\tI-LOC\nAda\tI-PER\n")
-    for name in ("iob2", "iob1"):
-        read_examples(TASKS["ner"], tmp_path / f"{name}.tsv", "en", None)
-    printed = capsys.readouterr().out
-    assert "iob1.tsv: 3 entities begin with I-TYPE" in printed and "iob2" not in printed
-
-
 def test_cut_examples_are_counted_once(tmp_path: Path, hf: Path, tokenizer: Tokenizer, capsys: Any) -> None:
     """The model has 40 positions; in the test, one pair exceeds 20 tokens, and one fills them."""
     word = words_of(tokenizer)[0]

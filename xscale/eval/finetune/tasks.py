@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -186,19 +186,6 @@ class Entities(Tagging):
             predicted = set(get_entities(tags))
             counts_S3.append((len(gold & predicted), len(predicted), len(gold)))
         return entity_scores(np.array(counts_S3))
-
-
-def print_entities_that_begin_with_i(path: Path, sentences: list[tuple[str, ...]]) -> None:
-    """Print how many entities begin with I-TYPE, as in the scheme IOB1. sentences: the tags of each."""
-    begins_with_i = 0
-    for tags in sentences:
-        for before, tag in pairwise(("O", *tags)):
-            begins_with_i += tag.startswith("I-") and before[2:] != tag[2:]
-    if begins_with_i:
-        print_on_rank_0(
-            f"{path}: {begins_with_i:,} entities begin with I-TYPE, as in the scheme IOB1, instead of B-TYPE. Use the "
-            "same scheme in the training files and the test files"
-        )
 
 
 def cut_into_sequences(words: tuple[str, ...], maker: SequenceMaker) -> list[list[list[int]]]:
@@ -377,8 +364,6 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
             f"{path}: line 1 is an example with the label {labels[0][0]!r}, which no other line has. If line 1 is "
             f"a header with the names of the columns, replace line 1 by {'<TAB>'.join((*task.columns, 'label'))}"
         )
-    if isinstance(task, Entities):
-        print_entities_that_begin_with_i(path, labels)
     if isinstance(task, Tagging):
         check_not_wikiann_or_germeval(path, [example.texts for example in examples])
     return examples

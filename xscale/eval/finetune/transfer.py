@@ -86,8 +86,6 @@ def plan_training(
                         f"{example.path}: {example.place}: the training file {path} does not have the label "
                         f"{min(absent)!r}, only {', '.join(labels)}. Use the same labels in both files"
                     )
-            for test in settings:
-                print_words_with_new_tags(examples, tests[test])
             is_switched = code_switch and setting == TRANSLATE_TRAIN
             if is_switched:
                 examples = switch_languages(train[source], examples)
@@ -112,18 +110,6 @@ def check_places_differ(examples: list[LabelledExample]) -> None:
     for place, times in Counter(example.place for example in examples).items():
         if times > 1:
             raise UserError(f"{examples[0].path}: {place} occurs {times} times. Write a different id for each question")
-
-
-def print_words_with_new_tags(training: list[LabelledExample], test: list[LabelledExample]) -> None:
-    """Print how many words of a test have tags that no word of the training text has."""
-    trained = set(chain.from_iterable(example.labels for example in training))
-    tags = Counter(chain.from_iterable(example.labels for example in test))
-    new = sorted(tags.keys() - trained)
-    if new:
-        print_on_rank_0(
-            f"{test[0].path}: {sum(map(tags.__getitem__, new)):,} of {tags.total():,} words have tags that "
-            f"{training[0].path} does not have: {', '.join(new)}. The model cannot learn these tags"
-        )
 
 
 def switch_languages(source: list[LabelledExample], translated: list[LabelledExample]) -> list[LabelledExample]:
