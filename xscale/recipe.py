@@ -476,18 +476,8 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
-        raise UserError(f"recipe {path}{sets_with_problems(sets, problems)}:\n{indent_lines(problems)}")
+        raise UserError(f"recipe {path}{', changed by --set' if sets else ''}:\n{indent_lines(problems)}")
     return recipe
-
-
-def sets_with_problems(sets: list[str], problems: list[str]) -> str:
-    """Return " with --set ..." with the assignments that set a field of a section with a problem, or ""."""
-    found = list[str]()
-    for assignment in sets:
-        section = re.split("[.=]", assignment)[0]
-        if any(problem.startswith(section) for problem in problems):
-            found.append(f"{assignment[:80]!r}")
-    return f" with --set {' '.join(found)}" if found else ""
 
 
 def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
@@ -502,8 +492,6 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
     try:
         if not equals:
             raise ValueError("the = is missing")
-        if ":" in dotted:
-            raise ValueError(f"the name {dotted} has a colon")
         set_field(tree, dotted, read_yaml(text))
         if dotted == "train.steps":
             tree["train"].pop("epochs", None)
@@ -697,8 +685,6 @@ def field_names(cls: Any) -> list[str]:
 
 def unknown_or_removed_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
-    if ":" in name:
-        return f"{name}: unknown field. Write a space after the colon that ends the name of a field"
     return removed_field_error(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
 
@@ -710,7 +696,7 @@ def describe_pydantic_error(details: Any, where: str, keys: tuple[str, ...]) -> 
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        if len(details["loc"]) > 1 and ":" not in name:  # of a record in a list, such as eval.tasks
+        if len(details["loc"]) > 1:  # of a record in a list, such as eval.tasks
             return f"{name}: unknown field. Remove the field"
         return unknown_or_removed_key_message(name, where, keys)
     if kind == "missing":
