@@ -170,8 +170,9 @@ def reduce_scatter_in_place(flat: Tensor, partition: Tensor, process_group: Any)
 
 
 CHUNK = 1 << 26
+CPU_CHUNK = 1 << 20
 """The number of elements of each tensor into which a partition's gradient is split. DeepSpeed's norm copies one of
-these tensors at a time to fp64."""
+these tensors at a time to fp64. On CPUs, copies of small tensors are faster, since they use the same memory again."""
 
 
 class PartitionGradient(list):
@@ -180,7 +181,8 @@ class PartitionGradient(list):
 
     def __init__(self, flat_partition: Tensor, most_parts: int):
         """most_parts: the number of parts that DeepSpeed's norm reads at most."""
-        super().__init__(flat_partition.split(max(CHUNK, -(-len(flat_partition) // max(most_parts, 1)))))
+        chunk = CHUNK if flat_partition.is_cuda else CPU_CHUNK
+        super().__init__(flat_partition.split(max(chunk, -(-len(flat_partition) // max(most_parts, 1)))))
         self.flat_partition = flat_partition
 
 
