@@ -159,9 +159,9 @@ BAD = {
         "row 1: each example needs a column `answer_start` of type",
     ),
     "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
-    "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "the field 'id' is missing after the start of the file"),
+    "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "the field 'id' is missing, at or after the start of the file"),
     "deep JSON": ("xquad", "a.json", "[" * 100_000, "a.json is not JSON"),
-    "a list": ("xquad", "a.json", "[1]", "a value has the wrong type after the start of the file"),
+    "a list": ("xquad", "a.json", "[1]", "a value has the wrong type, at or after the start of the file"),
     "not in the context": (
         "xquad",
         "a.json",
@@ -459,7 +459,7 @@ def test_cut_examples_are_counted_once(tmp_path: Path, hf: Path, tokenizer: Toke
     line = f"--model {hf} --task xnli {files} --epochs 1 --seeds 0 1 --max_length".split()
     assert command.main([*line, "20"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("test.tsv: 1 of 3 examples are cut, because a sequence has at most 20 tokens") == 1
+    assert printed.count("test.tsv: 1 of 3 examples are cut. A sequence has at most 20 tokens") == 1
     assert printed.count("examples are cut") == 1
     assert command.main([*line, "41"]) == 2
     assert "--max_length 41: sequences of the model" in capsys.readouterr().err
@@ -514,11 +514,11 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test file is in this language. Write --test fr=FILE"),
         (
             "--train en=de.tsv de=de.tsv ger=other.tsv",
-            "files for supervised scores have the languages en, de, ger, and two of these are names of the same",
+            "files for supervised scores have the languages en, de, ger, but two of these names mean the same language",
         ),
         (
             "--train en=de.tsv --test en=other.tsv",
-            "other.tsv: line 2: the training file de.tsv does not have the label 'y'",
+            "other.tsv: line 2 has the label 'y', but the training file de.tsv has only the labels",
         ),
         (
             "--train en=de.tsv --test deu=de.tsv",
@@ -527,7 +527,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=one.tsv", "one.tsv: all 1 examples have the label 'y'"),
         ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
-        ("--train en=de.tsv --translated de=de.tsv --code_switch --task pos", "two texts: xnli"),
+        ("--train en=de.tsv --translated de=de.tsv --code_switch --task pos", "one of the tasks xnli"),
         ("--train en=de.tsv --lr nan", "--lr nan"),
         ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
         ("--train en=de.tsv --out=", "--out= is empty"),

@@ -51,8 +51,8 @@ NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
     "limit": (int, None, 1, "read only the first N examples of each training file"),
     "test_limit": (int, None, 1, "read only the first N examples of each test file"),
     "epochs": (int, None, 1, "epochs of training (default: 2 for tasks with two texts, 10 for other tasks)"),
-    "lr": (float, None, 1e-12, "peak learning rate (default: 2e-5 to 5e-5, depending on the task, times 768 / width if "
-        "the encoder's width is below 768; with --frozen 1e-3)"),
+    "lr": (float, None, 1e-12, "peak learning rate (default with --frozen: 1e-3; default without --frozen: 2e-5 to "
+        "5e-5, depending on the task, and multiplied by 768 / width for encoders with a width below 768)"),
     "batch": (int, 32, 1, "sequences per optimizer step over all ranks (default: 32)"),
     "warmup": (float, 0.1, 0, "warm-up steps of the learning rate; a number below 1 is a share of all steps "
         "(default: 0.1)"),
@@ -72,9 +72,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
     add("--task", choices=TASKS, required=True, help="task for which the encoder is fine-tuned")
     texts: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "LANG=FILE", "default": []}
-    add("--train", **texts, help="training files, one for each language; a model is fine-tuned on each file, and gets "
-        "supervised scores in the language of the file; the model of the first file also gets zero-shot scores in the "
-        "other languages")  # fmt: skip
+    add("--train", **texts, help="training files, one for each language. A model is fine-tuned on each file, and "
+        "gets supervised scores in the language of the file. The model of the first file also gets zero-shot scores in "
+        "all other languages")  # fmt: skip
     add("--test", **texts, required=True, help="test files, one for each language")
     add("--translated", **texts, help="translations of the first file of --train, for translate-train scores")
     add("--code_switch", action="store_true", help="in tasks with two texts per example, replace each translated "
@@ -105,8 +105,8 @@ def check_flags_and_packages(args: argparse.Namespace) -> None:
         raise UserError("there is no training text. Write --train LANG=FILE or --translated LANG=FILE")
     if args.code_switch and not (args.train and args.translated and args.task in TWO_TEXTS):
         raise UserError(
-            f"--code_switch needs --train LANG=FILE, translations of this file as --translated LANG=FILE, and a task "
-            f"with two texts: {', '.join(TWO_TEXTS)}"
+            f"--code_switch needs --train LANG=FILE, translations of this file by --translated LANG=FILE, and one of "
+            f"the tasks {', '.join(TWO_TEXTS)}. Add what is missing, or remove --code_switch"
         )
     for module in ("seqeval", "accelerate"):
         if not find_spec(module):
@@ -203,8 +203,8 @@ def print_cut_examples(path: Path, features: list[list[Feature]], max_length: in
     cut = sum(parts[0].is_cut for parts in features)
     if cut:
         print_once(
-            f"{path}: {cut:,} of {len(features):,} examples are cut, because a sequence has at most {max_length} "
-            f"tokens (--max_length). In question answering, a question has at most {MAX_QUESTION} tokens"
+            f"{path}: {cut:,} of {len(features):,} examples are cut. A sequence has at most {max_length} tokens "
+            f"(--max_length), and a question of xquad or mlqa at most {MAX_QUESTION} tokens"
         )
 
 

@@ -121,7 +121,7 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[P
         if len(fields) != len(names):
             form = "<TAB>".join(names)
             raise UserError(
-                f"{path}: line {number} has {len(fields)} columns instead of the columns {form}. Correct the line"
+                f"{path}: line {number} has {len(fields)} columns instead of {len(names)} ({form}). Correct the line"
             )
         yield f"line {number}", dict(zip(names, fields, strict=True))
 
@@ -146,7 +146,7 @@ def read_tagged_sentences(path: Path) -> Iterator[tuple[Place, Columns]]:
             if is_conllu:
                 fields = [fields[1], fields[3]]
             if len(fields) < 2 or not fields[0].strip():
-                raise UserError(f"{path}: line {number} has no word or no tag. Write `word<TAB>tag`")
+                raise UserError(f"{path}: line {number} lacks the word or the tag. Write `word<TAB>tag`")
             row["tokens"].append(fields[0].strip())
             row["tags"].append(fields[-1].strip())
         if row["tokens"]:
@@ -189,7 +189,7 @@ def read_squad(path: Path) -> Iterator[tuple[Place, Columns]]:
         if isinstance(error, KeyError):
             reason = f"the field {error} is missing"
         raise UserError(
-            f"{path} is not JSON of SQuAD 1.1, because {reason} after {place}. Write the fields as in the files of "
+            f"{path} is not JSON of SQuAD 1.1: {reason}, at or after {place}. Write the fields as in the files of "
             "SQuAD 1.1: data, paragraphs, context, qas, id, question, answers, text and answer_start"
         ) from None
 

@@ -60,8 +60,8 @@ def plan_training(
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
         if any(may_name_same_language(first, second) for first, second in combinations(texts, 2)):
             raise UserError(
-                f"the training files for {setting} scores have the languages {', '.join(texts)}, and two of these are "
-                "names of the same language. Remove one of the two files from the command"
+                f"the training files for {setting} scores have the languages {', '.join(texts)}, but two of these "
+                "names mean the same language. Remove one of the two files of this language from the command"
             )
         for language, examples in texts.items():
             path = examples[0].path
@@ -83,8 +83,8 @@ def plan_training(
                 absent = set(example.labels).difference(labels)
                 if absent:
                     raise UserError(
-                        f"{example.path}: {example.place}: the training file {path} does not have the label "
-                        f"{min(absent)!r}, only {', '.join(labels)}. Use the same labels in both files"
+                        f"{example.path}: {example.place} has the label {min(absent)!r}, but the training file {path} "
+                        f"has only the labels {', '.join(labels)}. Use the same labels in both files"
                     )
             is_switched = code_switch and setting == TRANSLATE_TRAIN
             if is_switched:
@@ -135,8 +135,8 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     if not switched:
         raise UserError(
             f"--code_switch: no example of {source[0].path} has a translation in {translated[0].path}. Line n of the "
-            "second file must translate line n of the first; in the tasks xquad and mlqa, a translated question must "
-            "have the id of the original question"
+            "file of --translated must be the translation of line n of the file of --train. In the tasks xquad and "
+            "mlqa, a translated question must have the id of the original question"
         )
     print_on_rank_0(
         f"{translated[0].path} has translations of {len(switched) // 2:,} of the {len(source):,} examples in "
