@@ -79,7 +79,7 @@ def test_swapped_columns_are_noticed(
     for path in (demo / "lexicon/en-xx.txt", swapped):
         caplog.clear()
         collect_probe_words([load_lexicon(path, tokenizer)], [], 0.2, tokens)
-        assert (f"dictionary {swapped}: text in xx has" in caplog.text) == (path == swapped)
+        assert (f"dictionary {swapped}: the first column is probably in xx" in caplog.text) == (path == swapped)
     assert "rename the file to xx-en.txt" in caplog.text
 
 
@@ -243,6 +243,6 @@ def test_too_few_words_have_no_score(
         caplog.clear()
         with caplog.at_level("INFO"):
             withheld, trained = collect_probe_words_of_run(loader.corpus, CpuGroup(), lambda doing: None).values()
-        left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the dictionary's words"
+        left_out = f"does not read, but there are only {len(withheld.queries)}. Use a larger dictionary"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

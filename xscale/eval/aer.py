@@ -154,7 +154,10 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     for number, row in enumerate(rows, start=1):
         pairs.append(parse_linked_pair(row, first, f"{links or text}: line {number}"))
     if not any(pair.sure for pair in pairs):
-        raise UserError(f"{links or text} has no sure link, which the error rate needs. Write sure links such as 0-0")
+        raise UserError(
+            f"{links or text} has no sure link, but the alignment error rate needs sure links. "
+            "Write sure links as i-j, such as 0-0"
+        )
     return pairs
 
 
@@ -178,8 +181,9 @@ def parse_linked_pair(row: list[list[str]], first_word_number: int, place: str) 
         j = int(match[3]) - first_word_number
         if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
-                f"{place}: the link {link} names a word that does not exist: the two sentences have {len(row[0])} and "
-                f"{len(row[1])} words, counted from {first_word_number}. Correct the line"
+                f"{place}: the link {link} names a word that does not exist. The first sentence has {len(row[0])} "
+                f"words, the second has {len(row[1])}, and numbers of words begin at {first_word_number}. Correct the "
+                "line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":

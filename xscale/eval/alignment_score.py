@@ -105,10 +105,9 @@ def collect_probe_words(
         probes[MetricKey("alignment_trained", name)] = ProbeWords(pairs_P2[is_trained], targets_C)
         if withheld_share and len(withheld.queries) < FEWEST:
             LOG.warning(
-                f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the dictionary's "
-                f"words that training does not read are single tokens, and the metric needs {FEWEST}. Use a larger "
-                "dictionary, a larger data.lexicon_heldout (the share that training does not read), or a tokenizer "
-                "with a larger vocabulary"
+                f"the metric alignment/{name} is not measured. The metric needs {FEWEST} words of the dictionary that "
+                f"are single tokens and that training does not read, but there are only {len(withheld.queries)}. Use a "
+                "larger dictionary, a larger data.lexicon_heldout, or a tokenizer with a larger vocabulary"
             )
     return probes
 
@@ -121,10 +120,10 @@ def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, t
     if first_count > second_count:
         paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
         LOG.warning(
-            f"dictionary {paths}: text in {second} has {first_count:,} words of the first column, and only "
-            f"{second_count:,} of the second (of {len(pairs_P2):,} entries whose two words are single tokens). The "
-            "columns are probably not in the order of the languages in the file name. If they are not, rename the "
-            f"file to {second}-{first}.txt"
+            f"dictionary {paths}: the first column is probably in {second}, although the file name says {first}. "
+            f"In the data, text in {second} has the first word of {first_count:,} entries, but the second word of only "
+            f"{second_count:,} entries ({len(pairs_P2):,} entries were searched). If the first column is in "
+            f"{second}, rename the file to {second}-{first}.txt"
         )
 
 

@@ -66,8 +66,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
-            f"{source.directory}: every pair is longer than {model.max_length} tokens, the maximum of the model, "
-            "or has no token to predict. Use other pairs"
+            f"{source.directory}: no pair of sentences can be used. Each pair is longer than {model.max_length} "
+            "tokens, which is the maximum of the model, or has no token to predict. Use other pairs"
         )
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:

@@ -90,8 +90,8 @@ def check_row_of_best(metric_path: str, task: str, rows: list[str]) -> None:
     first_word = row_and_metric.partition("/")[0].partition(" ")[0]
     if named_task == task and first_word not in rows:
         raise UserError(
-            f"checkpoint.best: the evaluation does not measure {metric_path}. The rows of the task {task} begin with "
-            f"{' or '.join(rows)}. Write TASK/ROW/METRIC with a row of the task and a metric of this row"
+            f"checkpoint.best: the evaluation does not measure {metric_path}. Write TASK/ROW/METRIC. In the results of "
+            f"the task {task}, each ROW begins with {' or '.join(rows)}"
         )
 
 
@@ -134,7 +134,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
         if chosen and stream.objective.needs == "links":
             if not any(sources[number].linked_pair_count for number in chosen):
                 without_links.append(stream.name)
-                LOG.info(f"evaluation: streams.{stream.name} is left out, because no pair has word alignments")
+                LOG.info(f"evaluation leaves out streams.{stream.name}: its evaluation data has no word alignments")
                 continue
             chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:
@@ -143,7 +143,7 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
     if not streams:
         problem = ""
         if without_links:
-            problem = f"None of its pairs has the word alignments that {' and '.join(without_links)} needs. "
+            problem = f"The data has no word alignments for the streams that need them: {', '.join(without_links)}. "
         raise UserError(
             "no stream of the recipe can read the evaluation data "
             f"({', '.join(source.sorted_langs_name for source in sources)}). {problem}Use other data, or remove the "
@@ -245,8 +245,7 @@ def check_metric_is_measured(results: dict[str, Results], metric_path: str) -> N
     task, row, name = metric_path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         raise UserError(
-            f"checkpoint.best: the evaluation does not measure {metric_path}. The task {task} has the rows "
-            f"{', '.join(results[task])}. Metrics of the row {row}: "
-            f"{', '.join(results[task].get(row, {})) or 'none, because the task does not have this row'}. Write "
-            "TASK/ROW/METRIC with a row of the task and a metric of this row"
+            f"checkpoint.best: the evaluation does not measure {metric_path}. Write TASK/ROW/METRIC. The results of "
+            f"the task {task} have the rows {', '.join(results[task])}. The row {row} has the metrics "
+            f"{', '.join(results[task].get(row, {})) or '(none, because there is no such row)'}"
         )

@@ -75,12 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         action="extend",
         default=[],
         metavar="DIR",
-        help="folders of public test sets for retrieval (FLORES, NTREX, Tatoeba), with one file per language; line n "
-        "of each file is the same sentence; if one language is English, all pairs with English are measured, else all "
-        "pairs of languages",
+        help="folders of public test sets for retrieval (FLORES, NTREX, Tatoeba). Each language has one file, and line "
+        "n of all files is the same sentence. If there is an English file, all pairs with English are measured, else "
+        "all pairs of languages",
     )
-    add("--limit", type=int, help="maximum number of pairs that are read from each folder of --data and each file of "
-        "--aer (default: 1000), and of lines that are read from each file of --texts (default: all)")  # fmt: skip
+    add("--limit", type=int, help="maximum number of pairs to read from each folder of --data and each file of --aer "
+        "(default: 1000), and maximum number of lines to read from each file of --texts (default: all)")  # fmt: skip
     add(
         "--lexicons",
         type=Path,
@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         action="extend",
         metavar="N",
-        help="layers whose hidden states are compared, for retrieval (default: -1) "
-        "and aer (default: all); 0: embeddings, -1: last layer, all: each layer",
+        help="layers whose hidden states are compared: a number, 0 for the embeddings, -1 for the last layer, or `all` "
+        "for every layer (default: -1 for retrieval, all for aer)",
     )
     add(
         "--margin",
@@ -166,7 +166,7 @@ def require_pair_sources(args: argparse.Namespace, sources: list[Source]) -> lis
         raise UserError(
             "the tasks alignment, heldout and retrieval need sentence pairs, but --data "
             f"({', '.join(map(str, args.data)) or 'not given'}) has none. Write --data DIR with a folder of shards of "
-            "pairs; for retrieval, --texts DIR can take its place"
+            "pairs. The task retrieval also takes --texts DIR instead of --data DIR"
         )
     return pairs
 
@@ -255,8 +255,8 @@ def warn_of_other_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> N
     if parallel and others:
         more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
         LOG.warning(
-            f"--texts {folder}: not read, because the name has no language or no other file has the same name in "
-            f"another language: {', '.join(others[:SHOWN])}{more}"
+            f"--texts {folder}: these files are not read: {', '.join(others[:SHOWN])}{more}. A file is read if its "
+            "name has a language, and another file has the same name with another language"
         )
 
 

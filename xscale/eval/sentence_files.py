@@ -73,25 +73,25 @@ def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     if pooling is None:
         return SentenceVectors(
             "mean",
-            f"the default pooling, because no stream trained sentence vectors and model.init {init} has no {MODULES}",
+            f"the default pooling, because no stream trained sentence vectors, and model.init {init} has no {MODULES}",
         )
     if layers is not None:
         return SentenceVectors(
             pooling,
-            f"the pooling of model.init {init}; its other sentence-transformers modules are left out, because these "
+            f"the pooling of model.init {init} without its other sentence-transformers modules, because these "
             "modules need the last layer, and this export has only the first layers",
         )
     for module in read_modules_json(folder):
         if not module["type"].startswith(PACKAGE):
             return SentenceVectors(
                 pooling,
-                f"the pooling of model.init {init}; its sentence-transformers modules are left out, because one of "
-                f"them, {module['type']}, is not in the package sentence-transformers",
+                f"the pooling of model.init {init} without its sentence-transformers modules, because the "
+                f"module {module['type']} is not in the package sentence-transformers",
             )
     return SentenceVectors(
         pooling,
-        f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
-        "sentence-transformers modules and prompts of model.init",
+        f"the pooling of model.init {init}, because no stream trained sentence vectors. The sentence-transformers "
+        "modules and prompts of model.init are in the export, too",
         folder,
     )
 
