@@ -573,11 +573,11 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
             init,
             (),
             "cls",
-            f"the pooling of model.init {init}, because no stream trained sentence vectors; the export also has the "
-            "sentence-transformers modules and prompts of model.init",
+            f"the pooling of model.init {init}, because no stream trained sentence vectors. The "
+            "sentence-transformers modules and prompts of model.init are in the export, too",
         ),
         (tlm_stream, init, (None, 1), "cls", "because these modules need the last layer"),
-        (tlm_stream, foreign, (), "cls", "one of them, my.Whitening, is not in the package sentence-transformers"),
+        (tlm_stream, foreign, (), "cls", "the module my.Whitening is not in the package sentence-transformers"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
     ]
@@ -614,8 +614,8 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
     reason = (
-        f"cls pooling, the pooling of model.init {init}, because no stream trained sentence vectors; the export "
-        "also has the sentence-transformers modules and prompts of model.init"
+        f"cls pooling, the pooling of model.init {init}, because no stream trained sentence vectors. The "
+        "sentence-transformers modules and prompts of model.init are in the export, too"
     )
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card

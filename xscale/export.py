@@ -45,13 +45,14 @@ def main() -> int:
     add(
         "--best",
         action="store_true",
-        help="export the checkpoint with the best score, which the recipe's field checkpoint.best names, instead of "
-        "the newest checkpoint",
+        help="export the checkpoint with the best score instead of the newest checkpoint; the recipe's field "
+        "checkpoint.best names the score",
     )
     add(
         "--pooling",
         choices=POOLINGS,
-        help="pooling of sentence vectors (default: the pooling with which the run trained, else that of model.init)",
+        help="pooling of sentence vectors (default: the pooling with which the run trained, else the pooling of "
+        "model.init)",
     )
     add(
         "--layers",
@@ -101,8 +102,8 @@ def find_best_checkpoint(run: Path) -> Path:
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
-            f"--best: {named} does not exist. Either {run} is not the folder of a run, or the recipe of the run does "
-            "not set checkpoint.best, or the run has not been evaluated yet. Remove --best to export the newest "
+            f"--best: {named} does not exist. Possible causes: {run} is not the folder of a run, the recipe does not "
+            "set checkpoint.best, or the run has not been evaluated yet. Remove --best to export the newest "
             "checkpoint"
         )
     return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
@@ -116,9 +117,9 @@ def copy_first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
         raise UserError(f"--layers {layers}: the model has {last} layers. Write a number from 1 to {last}")
     if hasattr(lm.base_model, "final_norm"):
         raise UserError(
-            f"--layers {layers}: a {config.model_type} model normalises the hidden states after its last layer, so "
-            f"a model cut to {layers} layers would not give the hidden states that layer {layers} of the whole model "
-            f"gives. Export all layers, and evaluate with `xscale eval --layer {layers}`"
+            f"--layers {layers}: a {config.model_type} model normalises the hidden states after its last layer. A "
+            f"model cut to {layers} layers would normalise the hidden states of layer {layers}, which the whole model "
+            f"does not do. Export all layers, and evaluate with `xscale eval --layer {layers}`"
         )
     config.num_hidden_layers = layers
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)

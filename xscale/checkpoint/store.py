@@ -87,7 +87,7 @@ def resolve_checkpoint(path: Path) -> Path:
         )
     if not steps:
         raise UserError(
-            f"{path} is not a checkpoint (a folder step_N with the file {MANIFEST}), and has no checkpoint. Use the "
+            f"{path} is not a checkpoint (a folder step_N with the file {MANIFEST}), and contains none. Use the "
             "folder of a run that has saved a checkpoint, or the folder of a checkpoint"
         )
     return steps[-1]
@@ -184,7 +184,7 @@ def read_manifest(path: Path) -> Checkpoint:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the content cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-        raise ValueError(f"the content was changed: its SHA-256 differs from the one in the key `{OWN_HASH}`")
+        raise ValueError(f"the content does not have the SHA-256 in the key `{OWN_HASH}`, so the content was changed")
     kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
     for key, kind in {"step": int, "world_size": int, **kinds}.items():
         if type(manifest.get(key)) is not kind or manifest[key] == {}:

@@ -90,7 +90,7 @@ def read_model_and_has_trained_head(
         raise UserError(
             f"{field} {init} cannot be loaded from {Path.cwd() / init} or from the Hugging Face Hub "
             f"({' '.join(str(error).split())[:300]}). Use a Hugging Face directory with weights or a run of "
-            "xscale, or a model on the hub if this machine can connect to the hub"
+            "xscale. A model on the hub can be used only if this machine can connect to the hub"
         ) from None
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
@@ -346,7 +346,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     if not embeddings:
         LOG.warning(
             f"model.init has language embeddings of {', '.join(known)}, but no stream of this run sets "
-            "language_embeddings, so all text gets the neutral embedding, which belongs to no language. To use the "
+            "language_embeddings. So all text gets the neutral embedding, which belongs to no language. To use the "
             "language embeddings, set streams.NAME.language_embeddings=true"
         )
     elif known:
@@ -354,8 +354,8 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
             for name_now in find_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
         LOG.info(
-            f"the language embeddings of {', '.join(known)} come from model.init; the embeddings of other "
-            "languages start as copies of model.init's neutral embedding, which belongs to no language"
+            f"the language embeddings of {', '.join(known)} come from model.init. The embeddings of other "
+            "languages start as copies of the neutral embedding of model.init, which belongs to no language"
         )
     _set_token_type_table(lm, table)
     return names if embeddings else languages
