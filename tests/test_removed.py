@@ -77,7 +77,7 @@ def test_an_argument_of_hugging_face_has_our_name(section: str, argument: str) -
     with pytest.raises(UserError) as error:
         load_recipe("tlm", [f"{section}{argument}=1"], OBJECTIVES)
     assert f"{section}{argument}: unknown field" in str(error.value)
-    assert f"of Hugging Face, xscale has {removed.HUGGING_FACE[argument]}" in str(error.value)
+    assert f"Hugging Face's {argument}, xscale has {removed.HUGGING_FACE[argument]}" in str(error.value)
 
 
 def test_our_names_of_hugging_faces_arguments_exist() -> None:

@@ -269,7 +269,7 @@ def test_blanks_are_explained(tmp_path: Path) -> None:
     assert row_of(page, "en-de", "accuracy")[1:] == ["not in file", "–"]
     assert row_of(page, "en-fr", "accuracy")[0] == "not in file"
     assert row_of(page, "de-en", "withheld") == ["0.5", "0.5", "+0, no interval"]
-    assert "`not in file`: the model was evaluated with another --task" in page
+    assert "`not in file` means that the model was evaluated with another --task" in page
 
 
 def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_path: Path) -> None:

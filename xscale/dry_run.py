@@ -99,9 +99,9 @@ def measure_requirement_lines(
     first = batch_or_raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
-        f"ranks: {process.world} processes on {device}; a step has about "
-        f"{plan.row_tokens.sum():,.0f} tokens, in {plan.rows} forward pass(es) of up to {row_tokens:,} tokens on each "
-        f"rank (train.max_tokens {loader.max_tokens(device):,}); precision: {config.precision}"
+        f"ranks: {process.world} processes on {device}, precision {config.precision}; a step has about "
+        f"{plan.row_tokens.sum():,.0f} tokens; each rank does {plan.rows} forward pass(es) per step, of up to "
+        f"{row_tokens:,} tokens (train.max_tokens {loader.max_tokens(device):,})"
     )
     begin = time.perf_counter()
     second = batch_or_raise_failure(dataset[mixture.next_plan_of_rank()])

@@ -13,7 +13,7 @@ FLAGS: dict[str, str] = {
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
     "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries of each dictionary have unknown tokens",
     "index --links_count": (
-        "if word alignments number the words between spaces, run `xscale data index DIR`, set `segmentation` in "
+        "run `xscale data index DIR`; if the word alignments count words between spaces, then set `segmentation` in "
         'DIR/index.json to {"name": "whitespace"}, and run `xscale data index DIR` again'
     ),
     "lexicon --min_length": "remove short words from the file first, for example by `awk 'length($1) > 1'`",
@@ -28,12 +28,12 @@ FLAGS: dict[str, str] = {
     "eval.finetune --source": "write the source language as the first language of --train",
     "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
     "write_shards --symmetrize": "join the two directions of eflomal by `atools`, and pass the result by --links FILE",
-    "--data_change": "use `--fork RUN@STEP --out NEW` with other --data; the fork goes on at the next unread record",
+    "--data_change": "use `--fork RUN@STEP --out NEW` with other --data; the fork reads RUN's data on from STEP",
     "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
     "--parts": "start one job per task, each with its own --task and --out",
     "--part": "start one job per task, each with its own --task and --out",
     "--card": "write scores into the card of a model by `huggingface_hub.metadata_update`",
-    "eval.run --lexicon_heldout": "the task `alignment` uses data.lexicon_heldout of the recipe that trained the model",
+    "eval.run --lexicon_heldout": "remove the flag; the exported model stores the data.lexicon_heldout of its recipe",
     "eval.run --pairs": "all pairs with English are measured; if --texts has no English, all pairs are measured",
     "--mteb": "run `mteb run -m HF_DIR -t TASK`; exported models are models of sentence-transformers",
     "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
@@ -56,12 +56,12 @@ FIELDS: dict[str, str] = {
     "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
     "data.truecase": "use `xscale data lexicon --truecase DIR`; the dictionary of an old run is in RUN/lexicon/",
     "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
-    "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha lowers the epochs of small languages",
+    "data.max_epochs": "--dry_run prints the epochs of each source; raise data.alpha if small languages have too many",
     "train.activation_checkpointing": "lower train.max_tokens; a forward pass then needs less memory",
     "model.rope_theta": "change rope_theta in config.json of an exported model, and set model.init to its folder",
     "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
-    "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every saves time",
-    "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards at URLs",
+    "checkpoint.background": "remove the field; training waits for each save; to wait less, raise checkpoint.every",
+    "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards that --data names by URL",
     "checkpoint.hook": "evaluate checkpoints in another job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json ...",
 }
 """Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""
@@ -142,7 +142,7 @@ def removed_field_error(name: str) -> str:
             return f"{name} is no longer part of xscale: {substitute}"
     last = name.rpartition(".")[2]
     if last in HUGGING_FACE:
-        return f"{name}: unknown field. In place of {last} of Hugging Face, xscale has {HUGGING_FACE[last]}"
+        return f"{name}: unknown field. Instead of Hugging Face's {last}, xscale has {HUGGING_FACE[last]}"
     return ""
 
 

@@ -16,13 +16,13 @@ Cell = str | float | None
 SUMS = {"tokens": "tokens in the logged steps", "step_s": "seconds in the logged steps", "skipped": "skipped steps"}
 """{metric: name of the summary's row with its sum over the logged steps, of which a fork has only its own}."""
 PAIRED = (
-    "The brackets after a score have its 95 % confidence interval. A column `− first` has the difference of a model "
-    "from the first model, with the confidence interval and the p value of a paired bootstrap, which draws the "
-    "same sentences for all models. `not in file`: the model was evaluated with another --task, --data, --pooling "
-    "or --layer than the other models, or does not have the layer. `no interval`: the score, such as `alignment`, is "
-    "not a mean over sentences. A dash: one of the two models does not have the score, or the metric does not "
-    "measure quality (for example, a number of sentences). `other text`: the two models were tested on different "
-    "sentences."
+    "The 95 % confidence interval of a score stands in brackets after the score. A column `− first` has the score of a "
+    "model minus the score of the first model, with the confidence interval and the p value of a paired bootstrap "
+    "(which draws the same sentences for all models). `not in file` means that the model was evaluated with another "
+    "--task, --data, --pooling or --layer than the other models, or has no such layer. `no interval` means that the "
+    "score, such as `alignment`, is not a mean over sentences. A dash means that one of the two models has no such "
+    "score, or that the metric does not measure quality (for example, a number of sentences). `other text` means that "
+    "the two models were tested on different sentences."
 )
 
 
