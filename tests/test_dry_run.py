@@ -94,7 +94,7 @@ def test_a_plan_for_another_machine(
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
     assert (
-        "train.max_tokens is 65,536, chosen by the memory of the GPU: a step may use 60% of the 80.0 GiB" in told
+        "the run sets train.max_tokens to 65,536, so that a step uses at most 60% of the 80.0 GiB of GPU memory" in told
     ) == (device == "cuda")
 
 

@@ -243,7 +243,9 @@ def test_a_complete_run_as_the_beginning_of_another_is_named_by_its_flag(
     monkeypatch.setattr(resume, "with_corpus_positions", lambda checkpoint, *_: checkpoint)
     monkeypatch.setattr(resume, "check_engine_can_load", lambda *_: None)
     args, recipe = Namespace(out=tmp_path / "new", resume=str(run), fork=None), Namespace(train=Namespace(steps=8))
-    with pytest.raises(UserError, match=rf"^--resume {run} begins after step 8, but train.steps is only 8"):
+    with pytest.raises(
+        UserError, match=rf"^--resume {run}: the checkpoint has done 8 steps, but train.steps is only 8"
+    ):
         resume.find_starting_checkpoint(args, recipe, Any, {"a": 1}, Any, CpuGroup())  # type: ignore[arg-type]
 
 
@@ -356,7 +358,7 @@ def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
     for manifest in run.rglob(checkpoints.MANIFEST):
         manifest.unlink()
     with pytest.raises(
-        UserError, match=r"has trained, but .* has no undamaged checkpoint \(each checkpoint needs a manifest\.json\)"
+        UserError, match=r"has trained, but .* has no undamaged checkpoint\. A checkpoint without manifest\.json"
     ):
         newest(run)
     (run / "metrics.jsonl").unlink()

@@ -156,9 +156,7 @@ def test_epochs_come_before_steps(texts: Path, demo: Path, tmp_path: Path) -> No
     loader = loader_of(texts, demo, str(path))
     resolved = loader.recipe
     assert resolved.train.steps == 52
-    assert "the run has 52 steps by train.epochs (2), which replaces train.steps" in start_notes(
-        resolved, loader.corpus
-    )
+    assert "train.epochs is 2, so the run has 52 steps. train.steps is ignored" in start_notes(resolved, loader.corpus)
     path.write_text(yaml.safe_dump(resolved.to_dict(), sort_keys=False))
     assert loader_of(texts, demo, str(path)).recipe == resolved
 

@@ -51,8 +51,8 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     steps = {f"{parent}@7": 7, f"{parent}@9": 9}
     assert {name: begin(demo, tmp_path / "new", name).step for name in steps} == steps
     for fork, words in {
-        f"{parent}@8": r"no complete checkpoint .*step_00000008\. .* checkpoints in .* of the steps: 7, 9",
-        f"{tmp_path}/nowhere@8": r"no complete checkpoint .*step_00000008\. .*of the steps: none",
+        f"{parent}@8": r"no complete checkpoint .*step_00000008\. .*a complete checkpoint: 7, 9\)",
+        f"{tmp_path}/nowhere@8": r"no complete checkpoint .*step_00000008\. .*a complete checkpoint: none\)",
         f"{parent}": "the form must be RUN@STEP",
         "@8": "the form must be RUN@STEP",
     }.items():

@@ -157,7 +157,7 @@ def test_a_dictionary_that_is_not_read_is_told(dictionary, tokenizer: Tokenizer)
     assert unread_lexicon_warnings(lexicon) == []
     other = dictionary("xx-en.txt", "b cat", "a cat")
     (line,) = unread_lexicon_warnings(lexicon)
-    assert "further entries (1)" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
+    assert f"{other} has entries (1) that" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:

@@ -58,7 +58,8 @@ def read_launcher_and_set_environment(may_be_alone: bool = False) -> Process:
     if process.rank >= process.world:
         raise UserError(
             f"the launcher started a process as rank {process.rank}, but says that there are only {process.world} "
-            f"ranks (0 to {process.world - 1}). Correct the settings of the launcher"
+            f"ranks (0 to {process.world - 1}). Correct the launcher's number of processes, or the environment "
+            "variables RANK and WORLD_SIZE if you set these variables yourself"
         )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
@@ -150,8 +151,8 @@ def slurm_first_host() -> str:
             return scontrol("node", host).split("NodeAddr=")[1].split()[0]
     except (OSError, LookupError, subprocess.CalledProcessError):
         raise UserError(
-            "the environment variable MASTER_ADDR is not set, and the launcher does not say which host is the "
-            "first. Set MASTER_ADDR to the name or address of the host of rank 0"
+            "the environment variable MASTER_ADDR is not set, and the launcher does not say which host has "
+            "rank 0. Set MASTER_ADDR to the name or address of the host of rank 0"
         ) from None
 
 

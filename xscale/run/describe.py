@@ -26,8 +26,8 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines = [f"peak learning rate {recipe.train.lr:g}, dropout {recipe.model.dropout:g}, initial weights: {weights}"]
     if recipe.train.epochs:
         lines.append(
-            f"the run has {recipe.train.steps:,} steps by train.epochs ({recipe.train.epochs:g}), which replaces "
-            "train.steps"
+            f"train.epochs is {recipe.train.epochs:g}, so the run has {recipe.train.steps:,} steps. "
+            "train.steps is ignored"
         )
     if recipe.train.head_lr:
         lines.append(f"peak learning rate of new heads, if there are any: {recipe.train.head_lr:g}")
@@ -56,9 +56,9 @@ def unread_lexicon_warnings(lexicon: Lexicon) -> list[str]:
                 further = set(read_entries(path)) - known
         if further:
             lines.append(
-                f"warning: the run does not read {path}, which has further entries ({len(further):,}) in the languages "
-                f"of {lexicon.path}. If data.lexicons is not set, a run reads one dictionary for each pair of "
-                f"languages. To read both, set data.lexicons=[{lexicon.path},{path}]"
+                f"warning: {path} has entries ({len(further):,}) that {lexicon.path} lacks, but the run does not read "
+                f"{path}. Without data.lexicons, a run reads only one dictionary for each pair of languages. To read "
+                f"both dictionaries, set data.lexicons=[{lexicon.path},{path}]"
             )
     return lines
 
@@ -133,8 +133,8 @@ def unlisted_shards_warnings(corpus: Corpus) -> list[str]:
             lines.append(
                 f"warning: the run does not read {len(unlisted):,} tar file(s) in {source.directory}, such as "
                 f"{unlisted[0]}, because index.json does not list these files. `xscale data index {source.directory}` "
-                "adds the files to index.json. Only a new run reads these files; with --fork, the new run begins at a "
-                "checkpoint of this run"
+                "adds the files to index.json. After that, this run cannot continue. Start a new run, or fork this run "
+                "by --fork RUN@STEP"
             )
     return lines
 
@@ -159,6 +159,6 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
                 folder = f" of the folder {place_of_source(loader.corpus.sources[number])}"
             texts.append(f"{name} {weight:.2%} ({epochs:,.2f} epochs{folder})")
         yield (
-            f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. Each language's share of the "
-            f"samples, and the epochs of its data over the whole run: {', '.join(texts)}"
+            f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. The languages have these "
+            f"shares of the samples (in brackets: how often the whole run reads the data): {', '.join(texts)}"
         )

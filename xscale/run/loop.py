@@ -119,7 +119,7 @@ class Trainer:
                 raise
             if number == steps or is_best or number % self.recipe.checkpoint.every == 0:
                 self.save(must_succeed=number == steps)
-        LOG.info(f"done: {steps} steps of the run in {self.context.out}")
+        LOG.info(f"done: {steps} steps. The run in {self.context.out} is complete")
         return DONE
 
     def train_step(self, agreed: AgreedStep, started: float) -> UnreportedStep:

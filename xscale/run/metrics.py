@@ -316,24 +316,27 @@ class RunMetrics:
         newest = self.manager.newest_step_before(bad)
         if bad == self.done:  # a start does not know whether steps of an earlier start were skipped
             remedy = (
-                "No step of this start has changed the weights. Begin a new run in another --out, in bf16 or fp32 "
-                "(train.precision), or with another model.init, such as an earlier checkpoint"
+                "fp16 has skipped every step since this command was started, so the weights have not changed. Begin "
+                "a new run in another --out. Either set train.precision to bf16 or fp32, or start from other weights "
+                "(model.init), such as an earlier checkpoint"
             )
         elif newest is None:
             remedy = (
-                f"{self.manager.folder} has no checkpoint from before the failure. Begin a new run in another --out, "
-                f"with {skip}, or with a lower train.lr or lower weights of the streams"
+                f"{self.manager.folder} has no checkpoint from before the failure. Begin a new run in another --out. "
+                f"Either skip step {bad} by {skip}, or set a lower train.lr or lower weights of the streams"
             )
         else:
             remedy = (
                 f"The newest checkpoint before the failure is that of step {newest}. Continue from this checkpoint and "
                 f"skip step {bad} by --resume {self.manager.path_of_step(newest)} {skip}. Or begin a new run at this "
-                "checkpoint, with a lower train.lr or lower weights of the streams, by --fork "
-                f"{self.context.out}@{newest} and another --out"
+                f"checkpoint by --fork {self.context.out}@{newest} and another --out, and set a lower train.lr or "
+                "lower weights of the streams"
             )
         problem = f"step {number}: {what} is not finite. {path} lists the records of step {number}."
         if bad < number:
-            problem += f" The steps after step {bad} were skipped, and have changed nothing."
+            problem += (
+                f" fp16 has skipped all steps after step {bad}, so step {bad} was the last to change the weights."
+            )
         raise NotFinite(f"{problem} {remedy}") from None
 
     def log_progress_if_due(self, entry: dict[str, Any]) -> None:

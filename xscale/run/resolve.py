@@ -30,8 +30,8 @@ def resolve_run(
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
         raise UserError(
-            f"recipe {recipe_name}: a phase sets model.dropout to null. Write a number, or remove the field from "
-            "the phase"
+            f"recipe {recipe_name}: model.dropout is null in a phase, but a phase must set a number. Write a number, "
+            "or remove model.dropout from the phase"
         )
     init = resolve_model_init(recipe.model.init)
     corpus = open_corpus(
@@ -96,7 +96,7 @@ def fit_rows_into_gpu_memory(
     world = config.resolved["train_batch_size"]
     tokens = cost.default_max_tokens(module, loader.recipe, config.resolved, config.precision, world, min(sizes))
     log(
-        f"train.max_tokens is {tokens:,}, chosen by the memory of the GPU: a step may use {cost.GPU_SHARE:.0%} of the "
-        f"{min(sizes) / 2**30:.1f} GiB"
+        f"the run sets train.max_tokens to {tokens:,}, so that a step uses at most {cost.GPU_SHARE:.0%} of the "
+        f"{min(sizes) / 2**30:.1f} GiB of GPU memory"
     )
     return replace(loader, gpu_tokens=tokens)

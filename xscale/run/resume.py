@@ -61,7 +61,8 @@ def find_starting_checkpoint(
     if checkpoint.step >= steps and not is_checkpoint_of_run(checkpoint, args.out):
         flag = f"--fork {args.fork}" if args.fork else f"--resume {args.resume}"
         raise UserError(
-            f"{flag} begins after step {checkpoint.step}, but train.steps is only {steps}. Set a larger train.steps"
+            f"{flag}: the checkpoint has done {checkpoint.step} steps, but train.steps is only {steps}. Set a larger "
+            "train.steps"
         )
     return checkpoint
 
@@ -105,9 +106,9 @@ def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoi
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
-            f"the run in {out} has trained, but {path} has no undamaged checkpoint (each checkpoint needs a "
-            f"{checkpoints.MANIFEST}). Restore a checkpoint from a copy, or move {out} to another place to begin "
-            "the run again at step 1"
+            f"the run in {out} has trained, but {path} has no undamaged checkpoint. A checkpoint without "
+            f"{checkpoints.MANIFEST} counts as damaged. Restore a checkpoint from a copy, or move {out} to another "
+            "place to begin the run again at step 1"
         )
     return None
 
@@ -135,7 +136,7 @@ def check_engine_can_load(checkpoint: Checkpoint, config: EngineConfig) -> None:
     if changed:
         raise UserError(
             f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
-            "the run, use the ds_config with which the run was first started, on a device that supports its "
+            "the run, use the ds_config with which the run was first started, on a device that supports the run's "
             "precision. To start a new run from the weights of the checkpoint, write --set "
             f"model.init={checkpoint.path} and another --out. These settings differ:\n" + indent_lines(changed)
         )
@@ -194,8 +195,8 @@ def find_fork_checkpoint(fork: str) -> Path:
     if path not in complete:
         steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. Choose one of the complete checkpoints in "
-            f"{path.parent}, which are of the steps: {steps or 'none'}"
+            f"--fork {fork}: there is no complete checkpoint {path}. Choose another run, or a step with a complete "
+            f"checkpoint in {path.parent} (steps with a complete checkpoint: {steps or 'none'})"
         )
     return path
 
@@ -279,8 +280,8 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if recipe.data.first:
         raise UserError(
-            "--fork: the recipe sets data.first (the maximum number of records of each language), which counts the "
-            "records of all folders of --data. So the fork needs the same --data as the forked run. Use the same "
+            "--fork: the recipe sets data.first, the maximum number of records of each language. data.first counts "
+            "the records of all folders of --data, so the fork needs the same --data as the forked run. Use the same "
             f"--data, or start a new run from the weights by --set model.init={checkpoint.path}"
         )
     if not recipe.any_stream_sets("language_embeddings"):

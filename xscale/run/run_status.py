@@ -210,8 +210,9 @@ CAUSES = (
         ),
         MACHINE,
         LOST_RANK
-        + " ({}). The end of its log, logs/rankN.log, has the reason, unless the rank was killed. If the reason is an "
-        "error in the settings or the data, correct the error. Then start the run again: the run continues",
+        + " ({}). The log of that rank, logs/rankN.log, ends with the reason, unless the rank was killed. If the "
+        "reason is an error in the settings or the data, correct the error. Then start the run again: the run "
+        "continues",
     ),
     (
         ("Address already in use", "EADDRINUSE"),

@@ -251,7 +251,7 @@ def warm_up_queues(
             note_progress(f"filling the queue of streams.{name}, which has {have:,} of {wanted:,} sentence vectors")
         if have < wanted:
             LOG.warning(
-                f"streams.{name}: the queue of sentence vectors, which the contrastive loss reads, starts with only "
-                f"{have:,} of {wanted:,} vectors, because most pairs are longer than data.max_length. Raise "
-                "data.max_length, or set data.overlong=truncate"
+                f"streams.{name}: the queue of the contrastive loss has only {have:,} of {wanted:,} sentence vectors, "
+                "because most pairs are longer than data.max_length. Set a larger data.max_length or "
+                "data.overlong=truncate"
             )
