@@ -110,7 +110,7 @@ WRONG = [
         '{"rank": len(pairs)}',
         '{"rnak": len(pairs)}',
         "collate",
-        "that .collate. returned have no key 'rank'",
+        "the returned .target_counts. have no key 'rank'",
     ),
     (
         "samples=len(pairs)",
@@ -121,7 +121,7 @@ WRONG = [
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums with 'rnak', which is not a term"),
     ('step_loss_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. of shape \[24\]"),
-    ('(right, "rank")', '(right, "pairs")', "loss", "the metric accuracy of the term 'pairs', which"),
+    ('(right, "rank")', '(right, "pairs")', "loss", "the metric accuracy of the term 'pairs', but"),
     ("scores = source @ target.T", "scores = source @ target", "loss", "shapes cannot be multiplied"),
 ]
 
@@ -205,5 +205,5 @@ def test_a_queue_without_the_methods_that_fill_it_is_refused(demo: Path, monkeyp
     """xscale would call no other method, and would train with an empty queue."""
     state = SimpleNamespace(steps=0, prefill_samples=9, gather=print, finish_warmup=print)
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
-    with pytest.raises(UserError, match=r"streams\.tlm: .*not the methods gather_new_vectors and enqueue_new_vectors"):
+    with pytest.raises(UserError, match=r"streams\.tlm: .*lacks gather_new_vectors or enqueue_new_vectors"):
         module_of_run(*resolve_run("tlm", ["data.workers=0"], [demo]))

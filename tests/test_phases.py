@@ -282,7 +282,7 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
     assert dropout == 0.3, "a queue is filled before step 1"
     scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     plain_train = replace(recipe.train, schedule=None, decay=None)
-    with pytest.raises(UserError, match=r"scheduler = WarmupLR contradicts .*train.lr of a phase"):
+    with pytest.raises(UserError, match=r"scheduler = WarmupLR contradicts .*phases, which set train.lr"):
         resolve_ds_config(
             scheduler, Path("X.json"), replace(recipe, train=plain_train), 1, Hardware("cpu", False, True)
         )

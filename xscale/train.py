@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=parse_location,
         nargs="+",
         action="extend",
-        help="folders or URLs of shards (default: the demo corpus, which is generated)",
+        help="folders or URLs of shards (default: a demo corpus, which xscale generates)",
     )
     parser.add_argument("--out", help="folder of the run: checkpoints, metrics and logs (default: runs/<recipe>)")
     parser.add_argument(
@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="write which records each step reads (their keys) to files in the run's folder trace/",
+        help="write the keys of the records that each step reads to files in the folder trace/ of the run",
     )
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):
@@ -115,8 +115,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if args.fork and args.resume != "auto":
         parser.error(
-            "--fork and --resume cannot be used together. Remove --resume: a command with --fork begins the new run, "
-            "and the same command later resumes the new run"
+            "--fork and --resume cannot be used together. Remove --resume. The first start of a command with --fork "
+            "begins the new run, and each later start continues the new run"
         )
     if args.out and "://" in args.out:
         parser.error(f"--out {args.out} is a URL. Choose a folder")

@@ -41,12 +41,12 @@ KEYS = {
 }
 """Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
 UNSUPPORTED = {
-    "parameter_alignment": "xscale itself aligns the weights in memory. Remove the key",
+    "parameter_alignment": "xscale already stores the weights at aligned addresses. Remove the key",
     "round_robin_gradients": "xscale cannot save correct checkpoints with this key. Remove the key",
     "zenflow": "with this key, DeepSpeed updates some weights later than others, which xscale does not support. "
     "Remove the key",
-    "cpu_offload": 'this key is an old name. Write "offload_optimizer": {"device": "cpu"} in place of the key',
-    "cpu_offload_param": 'this key is an old name. Write "offload_param": {"device": "cpu"} in place of the key',
+    "cpu_offload": 'DeepSpeed has renamed this key. Write "offload_optimizer": {"device": "cpu"} instead',
+    "cpu_offload_param": 'DeepSpeed has renamed this key. Write "offload_param": {"device": "cpu"} instead',
 }
 """Key of zero_optimization that xscale does not support -> the remedy."""
 STAGE_3_KEYS = ("stage3_", "offload_param", "zero_quantized_")
@@ -58,7 +58,7 @@ DECAY_RATE = Annotated[float, Field(ge=0, lt=1)]
 TYPES: dict[str, tuple[Any, str]] = {
     "steps_per_print": (Annotated[float, Field(ge=1)] | None, "a number that is 1 or more, or null"),
     "scheduler.params.warmup_type": (Literal["log", "linear"], '"log" or "linear"'),
-    "optimizer.params.maximize": (Literal[False] | None, "false, because an optimizer with true would raise the loss"),
+    "optimizer.params.maximize": (Literal[False] | None, "false, because with true the optimizer would raise the loss"),
     **dict.fromkeys(
         (
             *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -284,9 +284,9 @@ def resolve_ds_config(
         raise UserError(f"--ds_config {path} cannot be used, for these reasons:\n" + indent_lines(problems))
     if not hardware.supports(precision):
         raise UserError(
-            f"this {hardware.device} device does not support {precision}, for which train.precision or "
-            f'{precision}.enabled of --ds_config {path} asks. Set the one that does to "auto", so that the run trains '
-            "in a precision that the device supports, or use another device"
+            f"this {hardware.device} device does not support {precision}, which train.precision or --ds_config {path} "
+            f'sets. Use another device, or set both train.precision and {precision}.enabled to "auto": the run then '
+            "trains in a precision that the device supports"
         )
     if precision != "fp32" and zero_stage(resolved) == 0:
         raise UserError(
@@ -363,7 +363,7 @@ def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str
             problems.append(f"{conflict} {field} = {value}. Remove the scheduler from the file, or set {field}=null")
     if any("train.lr" in phase.fields for phase in recipe.phases):
         problems.append(
-            f"{conflict} train.lr of a phase. Remove the scheduler from the file, or train.lr from the phases"
+            f"{conflict} phases, which set train.lr. Remove the scheduler from the file, or train.lr from the phases"
         )
 
 

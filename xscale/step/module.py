@@ -54,7 +54,7 @@ class Sums:
         total_K = rows[0].values_K
         for row in rows[1:]:
             assert row.keys == rows[0].keys, (
-                "`loss` of an objective returned different terms or metrics for two rows (parts of a step): "
+                "`loss` of an objective returned different terms or metrics for two rows of the same step: "
                 f"{rows[0].keys} and {row.keys}"
             )
             total_K = total_K + row.values_K
@@ -93,8 +93,8 @@ class StepModule(nn.Module):
                 if hasattr(auxiliary_state, "prefill_samples") and not isinstance(auxiliary_state, HasQueue):
                     raise UserError(
                         f"streams.{name}: the auxiliary state of the objective {stream.objective} has prefill_samples, "
-                        "but not the methods gather_new_vectors and enqueue_new_vectors, so its queue would stay "
-                        "empty. Write both methods"
+                        "but lacks gather_new_vectors or enqueue_new_vectors, the methods that fill the queue. Write "
+                        "both methods"
                     )
                 if hasattr(auxiliary_state, "steps"):
                     auxiliary_state.steps = recipe.train.steps
@@ -269,12 +269,12 @@ def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None
         targets = row.counts.get(count_key(stream, term))
         assert name != "loss", "`loss` returned a metric with the name loss; choose another name"
         assert targets is not None, (
-            f"`loss` returned the metric {name} of the term {term!r}, which is not in the `target_counts` "
-            "that `collate` returned"
+            f"`loss` returned the metric {name} of the term {term!r}, but the `target_counts` that `collate` returned "
+            "lack this term"
         )
         assert not value.ndim or value.shape == (targets,), (
-            f"metric {name} has shape {list(value.shape)}; it must be a scalar (the sum over all targets), or a "
-            f"vector with one number for each of the {targets} targets of the loss term {term}"
+            f"`loss` returned the metric {name} of shape {list(value.shape)}. A metric must be a scalar (the sum over "
+            f"all targets), or a vector with one number for each of the {targets} targets of the term {term!r}"
         )
 
 

@@ -252,8 +252,8 @@ def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = counts.get(count_key(key.stream, counted))
     assert count is not None, (
-        f"streams.{key.stream}: the function collate of the objective {objective}: the `target_counts` "
-        f"that `collate` returned have no key {counted!r}. Add this key"
+        f"streams.{key.stream}: the function collate of the objective {objective}: the returned `target_counts` "
+        f"have no key {counted!r}. Add this key"
     )
     return max(count, 1)
 
