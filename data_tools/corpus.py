@@ -172,8 +172,8 @@ class SourceSpec(Strict):
         formats = [name for name in FORMATS if getattr(self, name) is not None]
         if len(formats) != 1:
             raise ValueError(
-                f"the source must have exactly one of the keys {', '.join(FORMATS)}, and has "
-                f"{', '.join(formats) or 'none of them'}"
+                f"the source must have exactly one of the keys {', '.join(FORMATS)}, but it has "
+                f"{', '.join(formats) or 'none of these keys'}"
             )
         if (self.pairs is None) == (self.mono is None):
             raise ValueError(
@@ -218,8 +218,8 @@ class SourceSpec(Strict):
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
             raise ValueError(
                 f"columns and links: only a source with `tsv` can have column numbers, and this source has "
-                f"`{self.format}`. Write the names of fields, such as columns: [en, de], or for word alignments a "
-                "file, such as links: FILE"
+                f"`{self.format}`. Write names of fields as columns, such as columns: [en, de], and the path of a file "
+                "as links, such as links: FILE"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"columns and links: {columns} list the same column twice. List each column once")
@@ -283,7 +283,8 @@ class Corpus(Strict):
         for number, source in enumerate(self.sources):
             if source.pairs and one_name[source.pairs[0]] == one_name[source.pairs[1]]:
                 problems.append(
-                    f"sources.{number}.pairs: {list(source.pairs)} are the same language. Write two different languages"
+                    f"sources.{number}.pairs: {list(source.pairs)} names the same language twice. Write two different "
+                    "languages"
                 )
         spellings = dict[str, str]()
         for language in self.languages:
@@ -291,8 +292,8 @@ class Corpus(Strict):
             if other != language:
                 problems.append(
                     f"sources: {other} and {language} are names of the same language. Use one of the two "
-                    "names in all sources. If a source of shards has the other name, write its shards again with the "
-                    "chosen name"
+                    "names in all sources. A source of shards takes its language names from index.json: to change a "
+                    "name, write the shards again"
                 )
         if problems:
             raise ValueError("\n  ".join(problems))

@@ -102,7 +102,7 @@ def scan_tar(
         raise UserError(f"{path}: record {len(entries)}: {error}") from None
     if langs is None or not entries:
         raise UserError(
-            f"{path} has no record, because the tar is empty or cut off, or has no member with text, such as "
+            f"{path} has no record. The tar may be empty or cut off, or may lack members with text, such as "
             "NAME.jsonl or KEY.json. Write the tar again"
         )
     idx = np.array(entries, dtype=IDX_DTYPE)
@@ -155,8 +155,8 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
             continue
         if not member.isfile():
             raise ValueError(
-                f"the tar member {member.name} is a link or a device. Write the tar again without devices; `tar "
-                "--dereference --hard-dereference` stores files in place of links"
+                f"the tar member {member.name} is a link or a device. Write the tar again without links and devices. "
+                "`tar --dereference --hard-dereference` stores the linked files in place of links"
             )
         if not is_sample_member(member.name):
             continue
@@ -250,10 +250,10 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     for tar in tars:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"the tars in {directory} must have the same languages and the same layout (lines: members such as "
-                f"NAME.jsonl; samples: other members). {tar.shard.name} has {'-'.join(tar.langs)} in the layout "
-                f"{tar.layout}, but {first.shard.name} has {'-'.join(first.langs)} in the layout {first.layout}. Move "
-                "one of the two tars to another folder"
+                f"the tars in {directory} must have the same languages and the same layout. {tar.shard.name} has "
+                f"{'-'.join(tar.langs)} in the layout {tar.layout}, but {first.shard.name} has {'-'.join(first.langs)} "
+                f"in the layout {first.layout}. (In the layout lines, the members are files NAME.jsonl; in the layout "
+                "samples, they are other files.) Move one of the two tars to another folder"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -298,7 +298,9 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     if left_out:
         line += f"; texts of the input that were left out: {', '.join(left_out)}"
     if dropped:
-        line += f"; {dropped:,} links were left out of word alignments, such as a link of a word to a punctuation mark"
+        line += (
+            f"; {dropped:,} links of word alignments were left out, such as links between a word and a punctuation mark"
+        )
     return line
 
 

@@ -109,7 +109,7 @@ def describe_damage(source: Source, shard_number: int) -> str:
     except (UserError, ValueError, OSError) as error:
         return str(error)
     return (
-        f"{path} or {idx.name} does not match index.json. Copy both files again. If the shard was changed on "
+        f"{path} or {idx.name} does not match index.json. Copy both files again. If you have changed the tar on "
         f"purpose, run `xscale data index {source.directory}` instead"
     )
 
@@ -175,7 +175,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder of a tokenizer; the command then also counts unknown tokens, and tokens linked to one token",
+        help="folder of a tokenizer; the command then also prints the share of unknown tokens, and how many tokens the "
+        "word alignments link to one token",
     )
     parser.add_argument(
         "--json",

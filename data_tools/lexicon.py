@@ -152,7 +152,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="files of dictionaries, which are joined in this order",
+        help="dictionary files; the new dictionary has the entries of the first file, then of the next, and so on",
     )
     inputs.add_argument(
         "--from_links",
@@ -180,8 +180,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=0.1,
         help=(
-            "with --from_links, keep only entries whose two words are aligned in at least this share of the "
-            "occurrences of the more frequent of the two words (default: 0.1)"
+            "with --from_links, keep only entries in which the more frequent word is aligned with the other word in at "
+            "least this share of its occurrences (default: 0.1)"
         ),
     )
     parser.add_argument(
@@ -194,7 +194,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--drop_identical", action="store_true", help="leave out entries whose two words are the same")
     parser.add_argument(
-        "--share", type=float, help="keep only this share of the words of the first language, with all their entries"
+        "--share", type=float, help="choose this share of the words of the first language, and keep only their entries"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choice of --share (default: 0)")
     return parser.parse_args(argv)
@@ -219,8 +219,8 @@ def main(argv: list[str] | None = None) -> None:
                 raise UserError(
                     f"{path}: the file name must give the languages in the order of --out, as in "
                     f"{'-'.join(langs)}.txt. If the two columns of the file have this order, rename the file. "
-                    f"Otherwise swap the columns: `awk -F'\\t' '{{print $2 FS $1}}' {path} > "
-                    f"OTHER_FOLDER/{'-'.join(langs)}.txt`; leave out -F'\\t' if a space separates the columns"
+                    f"Otherwise swap the columns by `awk -F'\\t' '{{print $2 FS $1}}' {path} > "
+                    f"OTHER_FOLDER/{'-'.join(langs)}.txt` (without -F'\\t' if a space separates the columns)"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries read"]

@@ -167,8 +167,8 @@ def text_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Itera
         is_tag = form == "doc" and text.startswith(("<doc ", "</doc>"))
         if is_tag and (not text.endswith(">") or "</doc>" in text[1:]):
             raise UserError(
-                f"{path}: line {line_number} begins with a tag <doc ...> or </doc>, and must have nothing but this one "
-                "whole tag. Complete the tag, or write the rest of the line on a separate line"
+                f"{path}: line {line_number} begins with a tag <doc ...> or </doc>, but the tag is incomplete, or more "
+                "text follows the tag. Complete the tag, or move the text after the tag to a separate line"
             )
         if text and not is_tag:
             yield Paragraph(number, text, starts)
@@ -217,7 +217,7 @@ def input_files(paths: list[Path]) -> list[Path]:
         raise UserError(f"{', '.join(map(str, paths))} has no files. Use files of text, or folders with files of text")
     for name, times in Counter(map(os.path.realpath, files)).items():
         if times > 1:
-            raise UserError(f"{name} is listed twice, so the lines would be read twice. List the file once")
+            raise UserError(f"{name} is listed twice, perhaps by a folder or a symbolic link. List the file once")
     return files
 
 

@@ -177,8 +177,8 @@ def cut_source_into_chunks(folder: Path, source_number: int) -> None:
             has_first_word = has_first_word or FIRST_WORD.search(unit.links) is not None
     if linked >= FEWEST_TO_JUDGE and not has_first_word:
         raise UserError(
-            f"{source.links_path}: no link of {linked:,} pairs has the number 0, so the words are probably counted "
-            "from 1. Words are counted from 0: subtract 1 from both numbers of each link"
+            f"{source.links_path}: the links of {linked:,} pairs never have the number 0, so the file probably counts "
+            "words from 1. xscale counts words from 0: subtract 1 from both numbers of each link"
         )
     write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
@@ -223,9 +223,9 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         if unit.record:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         raise UserError(
-            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read other "
-            "files than those of this text, such as tokenised copies, name the files that it read by --links_src FILE "
-            "--links_tgt FILE (in corpus.yaml, by `linked:`)"
+            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read "
+            "another version of the text, such as tokenised files, pass that version by --links_src FILE --links_tgt "
+            "FILE (in corpus.yaml, by `linked:`)"
         ) from None
 
 

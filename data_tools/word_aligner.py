@@ -63,8 +63,8 @@ def find_aligner() -> str:
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
-            f"the aligner {PROGRAM} is not installed. Run `pip install 'xscale[align]'`, which needs a C compiler, "
-            "or use another aligner, and pass the file of word alignments by --links (in corpus.yaml, by `links:`)"
+            f"the aligner {PROGRAM} is not installed. Install a C compiler, then run `pip install 'xscale[align]'`. "
+            "Or use another aligner, and pass the file of word alignments by --links (in corpus.yaml, by `links:`)"
         )
     return program
 

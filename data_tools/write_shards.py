@@ -68,7 +68,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
                           "each file decide which of the three applies"
                       ))  # fmt: skip
     mono.add_argument(
-        "--whole_lines", action="store_true", help="write one record per line instead of one per sentence"
+        "--whole_lines",
+        action="store_true",
+        help="write each line as one record (without this flag, each sentence is one record)",
     )
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="new folder for the shards")

@@ -596,7 +596,7 @@ def test_trouble_with_the_aligner(
     )
     if trouble == "absent":
         monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
-        message = r"eflomal-align is not installed\. Run `pip install 'xscale\[align\]'"
+        message = r"eflomal-align is not installed\. Install a C compiler, then run `pip install 'xscale\[align\]'"
     elif trouble == "fails":
         fake_aligner.write_text(f"#!{sys.executable}\nraise SystemExit('no memory')\n")
     elif trouble == "stops early":

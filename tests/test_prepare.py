@@ -248,8 +248,11 @@ MONO = {"mono": "de", "text": "a"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"sources": [PAIR | {"pairs": ["en", "en"]}]}, ["sources.0.pairs: ['en', 'en'] are the same language"]),
-        ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] are the same language"]),
+        (
+            {"sources": [PAIR | {"pairs": ["en", "en"]}]},
+            ["sources.0.pairs: ['en', 'en'] names the same language twice"],
+        ),
+        ({"sources": [PAIR | {"pairs": ["en", "eng_Latn"]}]}, ["['en', 'eng_Latn'] names the same language twice"]),
         ({"sources": [PAIR], "align": {"link": "c"}}, ["align is {'link': 'c'}, and must be true or false"]),
         (
             {"sources": [PAIR], "align": {"links": None}},
@@ -259,7 +262,7 @@ MONO = {"mono": "de", "text": "a"}
             {"sources": [PAIR, PAIR], "align": {"links": "c"}},
             ["align is {'links': 'c'}, and must be true or false"],
         ),
-        ({"sources": [MONO | {"tmx": "b"}]}, ["must have exactly one of the keys text, tsv", "and has text, tmx"]),
+        ({"sources": [MONO | {"tmx": "b"}]}, ["must have exactly one of the keys text, tsv", "but it has text, tmx"]),
         (
             {"sources": [{"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]}]},
             ["in a source with `tsv`, columns are numbers"],
@@ -816,7 +819,7 @@ def test_links_counted_from_1_are_refused(tmp_path: Path, first_line: str, pairs
     if not is_refused:
         run(tmp_path, tree)
         return
-    with pytest.raises(UserError, match=rf"^{links}: no link of 1,000 pairs has the number 0, .*counted from 0: "):
+    with pytest.raises(UserError, match=rf"^{links}: the links of 1,000 pairs never have the number 0, .*from 0: "):
         run(tmp_path, tree)
 
 
