@@ -349,7 +349,9 @@ def test_a_best_checkpoint_whose_line_is_lost_is_an_error(tmp_path: Path, damage
     if damage is None:
         (tmp_path / "evals.jsonl").unlink()
     before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"no undamaged line of the best checkpoint, .*step_00000005\. Restore"):
+    with pytest.raises(
+        UserError, match=r"no undamaged line with the scores of the best checkpoint, .*step_00000005\. Restore"
+    ):
         validation_in(tmp_path, 10, best="t/a/loss")
     assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
     best.unlink()

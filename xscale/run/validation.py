@@ -67,8 +67,8 @@ class Validation:
             saved = checkpoints.step_from_name(checkpoint)
             if checkpoint.name == name and saved <= step and saved not in evaluated:  # later ones are made again
                 raise UserError(
-                    f"{path} has no undamaged line of the best checkpoint, {checkpoint}. Restore {path} from a copy. "
-                    f"To choose the best checkpoint by the other lines alone, remove {file}"
+                    f"{path} has no undamaged line with the scores of the best checkpoint, {checkpoint}. Restore "
+                    f"{path} from a copy. To choose the best checkpoint by the scores in the other lines, remove {file}"
                 )
         self.write_name_of_best_checkpoint()
 
