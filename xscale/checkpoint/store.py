@@ -65,8 +65,6 @@ class Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
-    if not folder.is_dir():
-        return []
     return [path for path in sorted(folder.glob("step_*")) if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
 
 
