@@ -293,6 +293,7 @@ def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, started: str)
         environment = {
             name: value for name, value in launch.environment().items() if not name.startswith(launch.LAUNCHERS)
         }
+        environment["MASTER_PORT"] = str(launch.free_port())
         words = launch.command(2, [], "mpirun", str(script))
         subprocess.run(words, check=True, timeout=240, env=environment, cwd=launch.ROOT)
     else:
