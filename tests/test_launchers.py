@@ -80,6 +80,9 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
         ({"RANK": "0", "WORLD_SIZE": ""}, r"only one of .* RANK \(0\) and WORLD_SIZE \(not set\) is set"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS has the value 'x', which is not a whole number"),
         (BATCH, "job has 7 tasks.*Start the command with srun"),
+        (LAST | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE has the value '2\(x'.*with srun"),
+        (LAST | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, r"the value '2\(x3\)', which is not .* up to node 3"),
+        (LAST | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE has the value ''"),
     ],
 )
 def test_an_environment_that_says_nothing(

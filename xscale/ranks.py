@@ -127,12 +127,22 @@ def rendezvous_port() -> int:
 
 
 def slurm_local_world() -> int:
-    """Return the number of ranks on this node. SLURM lists those of all nodes: "2(x3),1" means 2, 2, 2, 1."""
-    counts = []
-    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, nodes = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(nodes or 1)
-    return counts[env_number("SLURM_NODEID", 0)]
+    """Return the number of ranks on this node. SLURM lists those of all nodes: "2(x3),1" means 2, 2, 2, 1. Raises
+    UserError."""
+    node = env_number("SLURM_NODEID", 0)
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = list[int]()
+    try:
+        for part in tasks.split(","):
+            count, _, nodes = part.rstrip(")").partition("(x")
+            counts += [int(count)] * int(nodes or 1)
+        return counts[node]
+    except (ValueError, IndexError):
+        raise UserError(
+            f"the environment variable SLURM_STEP_TASKS_PER_NODE has the value {tasks!r}, which is not the number of "
+            f"tasks of each node up to node {node} (SLURM_NODEID), such as 2(x3),1. srun sets both variables: leave "
+            "them unchanged, and start each rank with srun"
+        ) from None
 
 
 def slurm_first_host() -> str:
