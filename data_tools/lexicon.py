@@ -22,7 +22,7 @@ from pathlib import Path
 from xscale import files, rng
 from xscale.data.lexicon import languages_in_file_name, normalise_word, read_entries
 from xscale.data.link_projection import parse_pharaoh
-from xscale.data.shards import Source, find_sources, sample_texts
+from xscale.data.shards import Source, find_sources, languages_of, sample_texts
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
@@ -104,11 +104,10 @@ def commonest_spellings(sources: list[Source], language: str) -> dict[str, str]:
             counts.update(words)
     if not counts:
         raise UserError(f"--truecase: the shards have no text in {language}. Add shards with text in {language}")
-    best = dict[str, tuple[int, str]]()
-    for word, times in counts.items():
-        key = word.lower()
-        best[key] = max(best.get(key, (0, "")), (times, word))
-    return {key: word for key, (_, word) in best.items()}
+    best = dict[str, str]()
+    for word in sorted(counts, key=lambda word: (counts[word], word)):
+        best[word.lower()] = word
+    return best
 
 
 def truecase_entries(entries: list[Entry], langs: tuple[str, str], sources: list[Source]) -> list[Entry]:
@@ -136,9 +135,9 @@ def write_entries(entries: list[Entry], out: Path) -> None:
     """Write one entry per line, `source target`. If a side has several words, a tab separates the sides."""
     lines = []
     for entry in entries:
-        line = " ".join(entry)
-        lines.append(line if len(line.split()) == 2 else "\t".join(entry))
-    files.write_text(out, "".join(f"{line}\n" for line in lines))
+        separator = " " if len(" ".join(entry).split()) == 2 else "\t"
+        lines.append(separator.join(entry) + "\n")
+    files.write_text(out, "".join(lines))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -203,7 +202,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     sources = find_sources(args.from_links) if args.from_links else []
-    langs = languages_in_file_name(args.out, {language for source in sources for language in source.langs})
+    langs = languages_in_file_name(args.out, languages_of(sources))
     if args.out.exists():
         raise UserError(f"--out {args.out} exists. Choose another --out, or remove the file")
     files.check_writable_and_make_folder(args.out)

@@ -10,7 +10,6 @@ or .zst. `-` is standard input, which must be plain. The directory DIR appears o
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from xscale import files
 from xscale.data.shards import read_index
@@ -120,7 +119,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.shard_lines < 1:
         raise UserError(f"--shard_lines {args.shard_lines} is too small; the minimum is 1")
-    source: dict[str, Any]
     if args.kind == "mono":
         source = {"mono": args.lang, "text": args.text, "documents": args.documents, "whole_lines": args.whole_lines}
     else:
