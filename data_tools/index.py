@@ -77,6 +77,8 @@ def scan_tar(
     langs: the languages of samples that do not name theirs. segmentations: {layout: how its texts are split into the
     words that links count}, to check that the links fit the texts; None: the links are not checked.
     """
+    if path.is_fifo():
+        raise UserError(f"{path} is a named pipe instead of a file. Remove {path}, and copy the folder again")
     entries = list[tuple[int, int, int]]()
     layout = ""
     doc = None

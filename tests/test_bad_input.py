@@ -412,6 +412,14 @@ def test_a_foreign_tar_that_would_lose_something(tmp_path: Path, members: list, 
     assert str(refusal.value).isprintable() and files(tmp_path) == {"x.tar"}
 
 
+def test_a_pipe_is_no_tar(tmp_path: Path) -> None:
+    """A read of the pipe would never end."""
+    os.mkfifo(tmp_path / "x.tar")
+    with pytest.raises(UserError, match=r"x\.tar is a named pipe instead of a file. Remove"):
+        index.main([str(tmp_path)])
+    assert files(tmp_path) == {"x.tar"}
+
+
 def test_some_languages_of_many_are_the_user_s_choice(tmp_path: Path) -> None:
     tar(tmp_path / "x.tar", *A, ("a.de.txt", b"eins"), B[1], ("b.de.txt", b"zwei"), B[0])
     index.main([str(tmp_path), "--langs", "de", "cs"])
