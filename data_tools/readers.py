@@ -415,6 +415,11 @@ def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
         return
     rows = datasets.load_from_disk(name)
     if isinstance(rows, datasets.DatasetDict):
+        if source.split not in rows:
+            raise UserError(
+                f"{name} has the splits {', '.join(rows)}, but no split {source.split}. Set the key `split` in "
+                "corpus.yaml to one of these splits"
+            )
         rows = rows[source.split]
     for batch in rows.with_format("arrow").iter(1024):
         batch.validate(full=True)

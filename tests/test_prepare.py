@@ -792,6 +792,20 @@ def test_data_sets_of_a_folder_and_of_the_hub(tmp_path: Path, monkeypatch: pytes
     assert asked == [(("owner/name", "small"), {"split": "test", "streaming": True})]
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_the_splits_that_exist_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    table = datasets.Dataset.from_dict({"en": ["a"], "de": ["b"]})
+    if is_saved:
+        datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "set")
+    else:
+        for split in ("train", "test"):
+            table.to_json(tmp_path / "set" / f"{split}.jsonl")
+    source = SourceSpec(pairs=("en", "de"), datasets=str(tmp_path / "set"), split="dev")
+    with pytest.raises(UserError, match=r"/set.*train.*test"):
+        list(readers.read_units(source))
+
+
 def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
     """Mozilla's form, in both spellings of corpus.yaml. A link that does not fit its pair is told with its line."""
     names = moses(tmp_path, [("a, b", "x y"), ("c d", "z")], ".zst", zstandard.compress)
