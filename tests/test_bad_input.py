@@ -23,7 +23,7 @@ from data_tools import demo_corpus, index, inspect, lexicon, steps, tokenizer, w
 from data_tools.command import run
 from data_tools.readers import input_files, read_checked_lines
 from data_tools.sentences import split_sentences
-from xscale.data.shards import Source
+from xscale.data.shards import Source, find_sources
 from xscale.data.stream import select_source_indices
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -197,6 +197,13 @@ def test_index_and_inspect_without_shards(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--show -1"):
         inspect.main([str(tmp_path), "--show", "-1"])
     assert files(tmp_path) == set()
+
+
+def test_an_output_of_prepare_is_refused_with_the_folders_in_it(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    for read in (lambda: inspect.main([str(tmp_path)]), lambda: find_sources([tmp_path])):
+        with pytest.raises(UserError, match=rf"use its folders of shards: {tmp_path}/shards/\*"):
+            read()
 
 
 # Tokenizers

@@ -410,7 +410,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     if path.is_fifo():
         raise UserError(f"{path} is a named pipe instead of a file. Remove {path}, and copy the folder again")
     if not path.exists():
-        raise UserError(f"{path} not found. Write the index by `xscale data index {directory}`")
+        raise UserError(f"{path} not found. {remedy_without_index(directory)}")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index, dict):
@@ -432,6 +432,16 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     raise UserError(
         f"{path} has format version {version!r}, and this version of xscale reads only format version "
         f"{FORMAT_VERSION}. Write the index again by `xscale data index {directory}`"
+    )
+
+
+def remedy_without_index(directory: Path) -> str:
+    """Return what to do about a folder without index.json, for an error."""
+    if (directory / "shards").is_dir():
+        return f"If {directory} is an output of `xscale data prepare`, use its folders of shards: {directory}/shards/*"
+    return (
+        "Write shards by `xscale data prepare` or `xscale data write_shards`, or write the index of existing tars by "
+        f"`xscale data index {directory}`"
     )
 
 
@@ -512,9 +522,8 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
         check_folders_beside_sources(location, folders)
         if not folders:
             raise UserError(
-                f"--data {location}: there is no index.json in this folder or in a folder directly below it. Write "
-                "shards by `xscale data prepare` or `xscale data write_shards`, or write the index of existing "
-                f"tars by `xscale data index {location}`"
+                f"--data {location}: there is no index.json in this folder or in a folder directly below it. "
+                f"{remedy_without_index(location)}"
             )
         sources += map(Source, folders)
     seen: dict[str, Path] = {}
