@@ -54,6 +54,12 @@ def train(texts: Texts, model_type: str, vocab_size: int, lowercase: bool) -> Pr
     mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does. Raises UserError."""
     train_model = {"wordpiece": _train_wordpiece, "unigram": _train_unigram, "bpe": _train_bpe}[model_type]
     tokenizer = train_model(texts, vocab_size, lowercase)
+    if tokenizer.get_vocab_size() < vocab_size:
+        print(
+            f"the tokenizer has only {tokenizer.get_vocab_size():,} of the {vocab_size:,} tokens of vocab_size, "
+            "because the text has too few different words for more",
+            file=sys.stderr,
+        )
     is_wordpiece = model_type == "wordpiece"
     special = WORDPIECE_SPECIAL if is_wordpiece else ROBERTA_SPECIAL
     cls = special["cls"]
@@ -281,8 +287,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
 
     def all_texts() -> Iterator[tuple[str, str]]:
-        if args.data:
-            yield from shard_texts(find_sources(args.data), args.max_records)
+        yield from shard_texts(find_sources(args.data), args.max_records)
         if args.text:
             for path in input_files(args.text):
                 for _, line in read_lines(path):
