@@ -200,13 +200,13 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
     made."""
     lines = list[str]()
     for source in report["sources"]:
-        place = f"{out}/shards/{source['name']}"
         counts = source["counts"]
         kind = "pairs" if len(source["languages"]) == 2 else "documents"
         removed = ", ".join(f"{rule} {count:,}" for rule, count in source["removed"].items())
         lines.append(
-            f"{place}: {counts['records']:,} records of {counts['read']:,} {kind} ({'-'.join(source['languages'])}); "
-            f"removed by rule: {removed or 'nothing'}; held out: {counts['held']:,} records"
+            f"{out}/shards/{source['name']}: {counts['records']:,} records of {counts['read']:,} {kind} "
+            f"({'-'.join(source['languages'])}); removed by rule: {removed or 'nothing'}; "
+            f"held out: {counts['held']:,} records"
         )
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, count, filterfalse, islice, zip_longest
+from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -293,7 +293,9 @@ def translated_texts(unit: Any, langs: tuple[str, ...]) -> list[str]:
             language = variant.get(XML_LANG) or variant.get("lang") or ""
             texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
     names = match_languages(langs, texts)
-    return [texts[name] for name in names] if len(names) == 2 else []
+    if len(names) < 2:
+        return []
+    return [texts[names[0]], texts[names[1]]]
 
 
 def segment_text(element: Any, is_text: bool) -> str:
@@ -310,15 +312,23 @@ def segment_text(element: Any, is_text: bool) -> str:
 
 
 def match_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
-    """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. If pt-BR has several
-    names, such as pt and PT-BR, that with the same script and region is returned. A name stands for one language only:
-    if zh is the only name, zh-Hans gets it and zh-Hant does not. A language without a name is left out."""
-    fitting = list[str]()
-    for lang in langs:
-        free = list(filterfalse(fitting.__contains__, names))
-        spellings = sorted(find_spellings(lang, free), key=lambda name: parse_language(name) != parse_language(lang))
-        fitting += spellings[:1]
-    return fitting
+    """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. Of several names, a
+    language gets the nearest: of pt and PT-BR, pt-BR gets PT-BR; of zh and zh-TW, zh-Hant gets zh-TW. A name stands for
+    one language only: if zh is the only name, zh-Hans gets it and zh-Hant does not. The language with the fewest names
+    chooses first. A language without a name is left out."""
+    name_of = dict.fromkeys(langs, "")
+    for lang in sorted(langs, key=lambda lang: len(find_spellings(lang, names))):
+        free = [name for name in find_spellings(lang, names) if name not in name_of.values()]
+        name_of[lang] = min(free, key=lambda name: spelling_distance(lang, name), default="")
+    return list(filter(None, name_of.values()))
+
+
+def spelling_distance(lang: str, name: str) -> tuple[int, int]:
+    """Return how many parts of `lang`, such as a script or a region, another name of the language lacks, and how many
+    further parts that name has."""
+    _, *wanted = vars(parse_language(lang)).values()
+    _, *parts = vars(parse_language(name)).values()
+    return len(set(wanted) - {*parts, ""}), len(set(parts) - {*wanted, ""})
 
 
 def read_json_lines(source: SourceSpec) -> Iterator[Unit]:

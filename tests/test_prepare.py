@@ -649,6 +649,25 @@ def test_of_two_marks_of_a_language_that_of_the_same_region_is_read(
     assert [unit.texts for unit in readers.read_units(source)] == [["en", chosen]]
 
 
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        (("zh-Hans", "zh-Hant"), ("zh", "zh-TW")),
+        (("pt", "pt-BR"), ("pt-PT", "pt-BR")),
+        (("zh", "zh-Hans"), ("zh-TW", "zh-Hans")),
+        (("zh-Hant", "zh-Hans"), ("zh-TW", "zh-CN")),
+    ],
+)
+def test_the_languages_of_a_pair_share_the_names_in_any_order(tmp_path: Path, asked: tuple, names: tuple) -> None:
+    """Each language of `asked` gets the name at the same place in `names`, although one name may be that of either."""
+    rows = [{name: name for name in order} for order in (names, names[::-1], ("zxx", *names))]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for sides in (asked, asked[::-1]):
+        source = SourceSpec(pairs=sides, jsonl=str(tmp_path / "m.jsonl"))
+        texts = [dict(zip(sides, unit.texts, strict=True)) for unit in readers.read_units(source)]
+        assert texts == [dict(zip(asked, names, strict=True))] * 3
+
+
 def test_a_text_marked_zh_is_not_both_sides_of_a_pair(tmp_path: Path) -> None:
     marked = [{"zh-CN": "软件", "zh-TW": "軟體"}, {"zh": "软件", "en": "software"}]
     body = ""
