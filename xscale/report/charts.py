@@ -3,7 +3,6 @@
 import base64
 import io
 import warnings
-from itertools import islice
 from typing import Any
 
 import matplotlib
@@ -11,6 +10,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from xscale.metric_keys import better_direction
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")
 MOST_POINTS = 100
@@ -34,12 +35,15 @@ Lines = dict[str, pd.Series]
 """{label of a line: its number at each step}."""
 
 
-def draw_chart(lines: Lines) -> str:
-    """Return a chart of lines as a data URL of SVG. If there are more lines than colours, only the first ones are
-    shown."""
-    most = len(COLOURS)
-    legend = f"the first {most} of {len(lines)} curves" if len(lines) > most else ""
-    lines = dict(islice(lines.items(), most))
+def draw_chart(lines: Lines, title: str) -> str:
+    """Return a chart of lines as a data URL of SVG. If there are more lines than colours, only those with the worst
+    last numbers are shown. title: has the name of the metric, which says whether high or low numbers are worse."""
+    legend = ""
+    if len(lines) > len(COLOURS):
+        ends = pd.Series({label: downsample_by_mean(curve).iloc[-1] for label, curve in lines.items()})
+        shown = ends.sort_values(ascending=better_direction(title) > 0).index[: len(COLOURS)]
+        lines = {label: lines[label] for label in shown}
+        legend = f"the {len(lines)} worst of {len(ends)} curves"
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a browser has fonts for every script
         figure = Figure((3.4, 2.1 + 0.15 * len(lines)), layout="constrained")
