@@ -136,8 +136,11 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One stream's part of a packed row. In a part without samples, the dictionaries have the usual keys, with empty
-    arrays."""
+    """One stream's part of a packed row.
+
+    A row may have no sample of the stream. `collate` makes the stream's part of such a row, too, with the same keys in
+    the dictionaries, because the loss reads them in every row. Counts of its samples are 0, and arrays of its samples
+    are empty. But data that do not come from samples, such as the dictionary entries of ALIGN-MLM, are in every row."""
 
     sequences: Sequences
     """The sequences as the model sees them, with masked tokens."""
