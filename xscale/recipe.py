@@ -142,9 +142,11 @@ class DataConfig:
 
     lexicons: list[Text] = dataclasses.field(default_factory=list)
     """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is
-    empty, xscale reads the files `lexicon/*.txt` in the first --data directory or in its parent. A stream whose
-    objective needs dictionaries reads the dictionaries of its languages. A dictionary that no stream reads is used only
-    for the metrics of `lexicon_heldout`."""
+    empty, xscale reads the files `lexicon/*.txt` in the first local --data directory, or if none of them is for two
+    languages of the data, those in its parent. Of two such files for the same languages, it reads only the first by
+    name. A stream whose objective needs dictionaries reads the dictionaries for two of its languages, and a stream with
+    a single language reads all dictionaries of this language. A dictionary that no stream reads is used only for the
+    metrics of `lexicon_heldout`."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's entries that are withheld from all objectives. A hash of the words chooses these
     entries. The metric `alignment/en-de` scores the words that occur only in withheld entries, and
@@ -256,10 +258,11 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest checkpoints that the run keeps. The run also keeps its best checkpoint (field `best`)."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """The score by which the run chooses its best checkpoint, written TASK/ROW/METRIC: the names of a task in
-    `eval.tasks`, of a row of the task's results, and of a score in this row. For example, heldout/tlm/loss is the loss
-    of the stream tlm in the task heldout. Of a loss, the lowest value is best; of other scores, the highest. The run
-    keeps the best checkpoint, and writes its name to the run's file checkpoints/best. null: no best checkpoint."""
+    """The score by which the run chooses its best checkpoint, written TASK/ROW/METRIC. TASK is a task in `eval.tasks`,
+    ROW is a row of its results, and METRIC is a score in this row. For example, heldout/tlm/loss is the loss of the
+    stream tlm in the task heldout. The best value of a loss is the lowest one; the best value of another score is the
+    highest one. The run keeps the best checkpoint, and writes its name to the run's file checkpoints/best. null: no
+    best checkpoint."""
 
 
 @dataclass(frozen=True, config=STRICT)
