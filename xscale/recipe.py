@@ -141,11 +141,11 @@ class DataConfig:
     """The folder on each machine to which xscale copies the shards that --data names by URL. null: ~/.cache/xscale."""
 
     lexicons: list[Text] = dataclasses.field(default_factory=list)
-    """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. If the list is
-    empty, xscale reads the first file by name for each two languages of the data from the folder `lexicon` of the
-    first local --data directory, or else from that of its parent. A stream whose objective needs dictionaries reads
-    those for two of its languages. A stream with a single language reads all dictionaries of this language. A
-    dictionary that no stream reads is used only for the metrics of `lexicon_heldout`."""
+    """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. An empty list
+    means `lexicon/*.txt` in the first local --data directory, or else in its parent: for each two languages of the
+    data, the first file by name. A stream whose objective needs dictionaries reads those for two of its languages; with
+    a single language, it reads all those of this language. A dictionary that no stream reads is used only for the
+    metrics of `lexicon_heldout`."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's entries that are withheld from all objectives. A hash of the words chooses these
     entries. The metric `alignment/en-de` scores the words that occur only in withheld entries, and
