@@ -278,7 +278,9 @@ class Corpus(Strict):
                 )
         for name, times in Counter(self.names).items():
             if times > 1:
-                problems.append(f"sources: two sources have the name {name}. Set a different `name` for each source")
+                problems.append(
+                    f"sources: {times} sources have the name {name}. Set a different `name` for each source"
+                )
         one_name = choose_language_names(self.languages)
         for number, source in enumerate(self.sources):
             if source.pairs and one_name[source.pairs[0]] == one_name[source.pairs[1]]:

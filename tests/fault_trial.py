@@ -180,7 +180,7 @@ class Trial:
         path.write_bytes(data)
         before = len(self.tail())
         self.kill_all()
-        assert "is damaged" in self.tail()[before:]
+        assert "cannot be used" in self.tail()[before:]
 
     def garbage_latest(self) -> None:
         (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)

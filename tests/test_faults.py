@@ -198,7 +198,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     said = rf"^{manifest.parent} is not a usable checkpoint\. {manifest}: the (key|content) [^.]*\. {remedy}$"
     with pytest.raises(UserError, match=said):
         checkpoints.read_checkpoint(manifest.parent)
-    said = rf"^checkpoint {manifest.parent} is damaged \(manifest\.json: the [^.]*\)\. {remedy}$"
+    said = rf"^checkpoint {manifest.parent} cannot be used\. manifest\.json: the [^.]*\. {remedy}$"
     with pytest.raises(UserError, match=said):
         find_own_checkpoint(run, str(manifest.parent), CpuGroup())
 
@@ -314,7 +314,7 @@ def test_a_manifest_of_another_version_is_refused_by_its_keys(run: Path) -> None
     seal(newest, 8, {"excluded_steps": []})  # of version 0.2, in a run that never went back
     assert checkpoints.read_checkpoint(newest).step == 8
     seal(newest, 8, {"excluded_steps": [5]})
-    with pytest.raises(UserError, match=r"key `excluded_steps` shows that another .*\. Continue the run"):
+    with pytest.raises(UserError, match=r"key `excluded_steps` shows that another .* names the version\. Use another"):
         checkpoints.read_checkpoint(newest)
 
 

@@ -104,7 +104,7 @@ WRONG = [
         "Gather.single(first.starts)",
         "Gather.single(first.starts + 10**6)",
         "collate",
-        "states.'source'. with columns from 1000000 ",
+        "states.'source'., a Gather with token indices from 1000000 ",
     ),
     (
         '{"rank": len(pairs)}',

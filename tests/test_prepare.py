@@ -284,7 +284,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),
         ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [minimum, maximum]"]),
         ({"sources": [PAIR | {"opus": "a.zip"}], "rules": {"score": 1.0}}, ["opus is no longer", "score is no longer"]),
-        ({"sources": [MONO | {"text": "x/a"}, MONO | {"text": "y/a"}]}, ["two sources have the name a.de"]),
+        ({"sources": [MONO | {"text": "x/a"}, MONO | {"text": "y/a"}]}, ["2 sources have the name a.de"]),
         ({"sources": [MONO, {"mono": "deu", "text": "b"}]}, ["de and deu are names of the same language"]),
         ({"sources": [PAIR, {"mono": "eng_Latn", "text": "c"}]}, ["en and eng_Latn are names of the same language"]),
         (

@@ -207,7 +207,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     with pytest.raises(UserError, match=r"this run trains on .*Use other shards"):
         make_heldout_loader(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader)
-    with pytest.raises(UserError, match=r"no stream of the recipe can read the evaluation data \(en\)"):
+    with pytest.raises(UserError, match=r"the evaluation data is en \(mono\), but no stream of the recipe reads text"):
         make_heldout_loader(EvalTask(name="heldout", data=[str(heldout / "en")]), loader)
 
 
@@ -254,7 +254,7 @@ WRONG = {
         "alignlm",
         ["heldout, data: [{odd}/bare]"],
         [],
-        r"eval\.heldout: no stream .*\(en-xx\)\. The data has no word alignments for .* need them: alignlm",
+        r"eval\.heldout: .* is en-xx \(pair\), but the data has no word alignments for .* need them \(alignlm\), and",
     ),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no sentence pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope does not exist"),

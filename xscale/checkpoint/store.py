@@ -98,7 +98,7 @@ def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
         problem = find_damage(path, cpu_group)
         if problem is None:
             return read_checkpoint(path)
-        LOG.warning(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
+        LOG.warning(f"checkpoint {path} cannot be used. {problem}. xscale tries the next older checkpoint")
     return None
 
 
@@ -106,7 +106,7 @@ def read_undamaged_checkpoint(path: Path, cpu_group: CpuGroup) -> Checkpoint:
     """Return the checkpoint in a directory. Raises UserError if it is damaged. All ranks call it together."""
     if problem := find_damage(path, cpu_group):
         raise UserError(
-            f"checkpoint {path} is damaged ({problem}). Use another checkpoint, such as an earlier folder step_N in "
+            f"checkpoint {path} cannot be used. {problem}. Use another checkpoint, such as an earlier folder step_N in "
             f"{path.parent}"
         )
     return read_checkpoint(path)
@@ -190,8 +190,8 @@ def read_manifest(path: Path) -> Checkpoint:
     for key in sorted(manifest.keys() - Checkpoint.__dataclass_fields__.keys()):
         if manifest.pop(key):  # version 0.2 wrote `excluded_steps`, which is empty unless the run rolled back
             raise ValueError(
-                f"the key `{key}` shows that another version of xscale wrote the checkpoint. Continue the run with "
-                "that version, or export the model with that version and set model.init to the exported model"
+                f"the key `{key}` shows that another version of xscale wrote the checkpoint. Only that version can "
+                "continue the run from this checkpoint or export it. The file run.log of the run names the version"
             )
     return Checkpoint(path.parent, **manifest)
 

@@ -183,8 +183,9 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     for name, (offsets, columns) in stream_batch.states.items():
         if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
             raise ValueError(
-                f"`collate` returned states[{name!r}] with columns from {columns.min()} to {columns.max()}, but the "
-                f"sequences have only {tokens} tokens"
+                f"`collate` returned states[{name!r}], a Gather with token indices from {columns.min()} to "
+                f"{columns.max()} in `columns`. Each index must be at least 0 and less than {tokens}, the number of "
+                "tokens in the sequences"
             )
         if offsets[-1] != len(columns):
             raise ValueError(

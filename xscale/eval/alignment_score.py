@@ -121,8 +121,8 @@ def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, t
         paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
         LOG.warning(
             f"dictionary {paths}: the first column is probably in {second}, although the file name says {first}. "
-            f"In the data, text in {second} has the first word of {first_count:,} entries, but the second word of only "
-            f"{second_count:,} entries ({len(pairs_P2):,} entries were searched). If the first column is in "
+            f"Of {len(pairs_P2):,} entries, the text in {second} contains the word of the first column for "
+            f"{first_count:,}, and the word of the second column for only {second_count:,}. If the first column is in "
             f"{second}, rename the file to {second}-{first}.txt"
         )
 

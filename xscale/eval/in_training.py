@@ -141,13 +141,15 @@ def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source
             stream = replace(stream, sources=chosen).with_sources_of_all_phases(sources, chosen)
             streams.append(replace(stream, samples=stream.record_count(sources)))
     if not streams:
-        problem = ""
+        problem = "no stream of the recipe reads"
         if without_links:
-            problem = f"The data has no word alignments for the streams that need them: {', '.join(without_links)}. "
+            problem = (
+                f"the data has no word alignments for the streams that need them ({', '.join(without_links)}), and no "
+                "other stream of the recipe reads"
+            )
         raise UserError(
-            "no stream of the recipe can read the evaluation data "
-            f"({', '.join(source.sorted_langs_name for source in sources)}). {problem}Use other data, or remove the "
-            "task"
+            f"the evaluation data is {', '.join(f'{source.sorted_langs_name} ({source.kind})' for source in sources)}, "
+            f"but {problem} text of this kind in these languages. Use other data, or remove the task"
         )
     return streams
 

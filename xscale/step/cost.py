@@ -93,7 +93,7 @@ def peak_bytes_by_purpose(
             bucket = min(bucket, n)
         states["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
     if module.auxiliary_states:  # fp32, and a copy in the precision of the weights unless that is fp32
-        states["encoder copies and queues of objectives"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
+        states["objectives' encoder copies and vector queues"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
         states["program and tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
     states["activations"] = activation_bytes(module.encoder, width, device, cost_of_largest_row)
