@@ -58,9 +58,9 @@ StepsOrShare = Annotated[float, Field(ge=0), AfterValidator(check_steps_or_share
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
     """The kind of initial weights for which the recipe's learning rate and dropout were chosen. scratch: random
-    weights. Such a learning rate can harm a pre-trained model, so if you set `init` to a model that xscale has not
-    trained, you must also set train.lr by --set. model: the weights of a pre-trained model, so you must set `init`.
-    any: either kind."""
+    weights. A learning rate for random weights can harm a pre-trained model. So if you set `init` to a model that
+    xscale has not trained, you must also set train.lr by --set. model: the weights of a pre-trained model, so you must
+    set `init`. any: either kind."""
     init: Text | None = None
     """The model whose weights the run starts from: a Hugging Face directory, the name of a model on the Hugging Face
     hub, or a run or checkpoint of xscale. null: the run starts from random weights, in the architecture that `preset`
@@ -69,8 +69,8 @@ class ModelConfig:
     """The architecture of the encoder if `init` is null (random weights)."""
     tokenizer: Text | None = None
     """A directory with a Hugging Face tokenizer. If the model `init` has a tokenizer, the directory must have the same
-    tokenizer. null: the tokenizer of `init`; without `init`, the folder `tokenizer/` in the first --data directory or
-    in its parent."""
+    tokenizer. null: the tokenizer of `init`; without `init`, the folder `tokenizer/` in the first local --data
+    directory, or else in its parent."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
     """The dropout probability of hidden states and attention. null: the dropout of the model `init`; without `init`,
     0.1."""
@@ -78,7 +78,7 @@ class ModelConfig:
     """The gain g of attention layers that start from random weights: the weights of their value and output projections
     have the standard deviation g / sqrt(hidden size). null: the standard deviation is 0.02, as in transformers (in the
     preset tiny, this is g = 0.23). With g = 1, the [CLS] vectors of different sentences are at first less similar than
-    with null. So contrastive losses begin to fall earlier, and other losses somewhat later."""
+    with null. So contrastive losses begin to fall earlier than with null. Other losses begin to fall somewhat later."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -114,14 +114,14 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens in a sequence, including special tokens such as [CLS]."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What a stream does with pairs whose two sentences together have more than `max_length` tokens. drop: leave these
-    pairs out; truncate: cut these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` is the share of such
-    pairs among the en-de pairs that STREAM reads in a step."""
+    """What a stream does with sentence pairs whose two sentences together have more than `max_length` tokens. drop:
+    leave these pairs out; truncate: cut these pairs to `max_length` tokens. The metric `too_long/STREAM/en-de` (STREAM
+    is the stream's name) is the share of such pairs among the en-de pairs that the stream reads in a step."""
     segments: bool = True
     """Whether the two sentences of a pair have different token types. true: the first sentence has token type 0, and
     the second one has 1. false: both sentences have token type 0. Both sentences also have token type 0 if the model or
     the tokenizer has only one token type. If a stream has language embeddings, its token types stand for languages, and
-    the other streams have token type 0."""
+    all tokens of the other streams have token type 0."""
     first: Count | None = None
     """The maximum number of records of each language and of each language pair. The run reads the first records, in the
     order of the --data directories and of the shards in each directory. null: no limit."""
@@ -138,19 +138,21 @@ class DataConfig:
     """The number of processes per rank that load data. 0: the training process loads the data itself. auto: 2 processes
     on a CPU, and 4 to 6 on a GPU, depending on the number of cores."""
     cache: Text | None = None
-    """The folder on each machine to which xscale copies the shards that --data names by URL. null: ~/.cache/xscale."""
+    """The folder to which xscale copies, on each machine, the shards that --data names by URL. null:
+    ~/.cache/xscale."""
 
     lexicons: list[Text] = dataclasses.field(default_factory=list)
-    """The paths of the dictionary files. The name of a file is its language pair, such as en-de.txt. An empty list
-    means `lexicon/*.txt` in the first local --data directory, or else in its parent: for each two languages of the
-    data, the first file by name. A stream whose objective needs dictionaries reads those for two of its languages; with
-    a single language, it reads all those of this language. A dictionary that no stream reads is used only for the
-    metrics of `lexicon_heldout`."""
+    """The paths of the dictionary files, each named after its languages, such as en-de.txt. If the list is empty,
+    xscale reads the dictionaries of the data's languages from the folder `lexicon/` in the first local --data
+    directory, or else in its parent (of de-en.txt and en-de.txt, only the first by name). A stream whose objective
+    needs dictionaries reads those for two of its languages; a stream with a single language reads all those of this
+    language. A dictionary that no stream reads is used only for the metrics `alignment/...`."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's entries that are withheld from all objectives. A hash of the words chooses these
     entries. The metric `alignment/en-de` scores the words that occur only in withheld entries, and
-    `alignment_trained/en-de` scores all other words. The score is the share of words whose nearest neighbour among the
-    other language's token embeddings is their translation. With the value 0, a run has no metric `alignment/en-de`."""
+    `alignment_trained/en-de` scores all other words. The score is the share of words for which the nearest token
+    embedding of the other language is that of a translation. With the value 0, a run has no metric
+    `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -166,15 +168,16 @@ class TrainConfig:
     """The peak learning rate. New heads can have another one (`head_lr`)."""
     head_lr: PositiveFloat | None = None
     """The peak learning rate of new heads: the layers that objectives add to the encoder. The masked-LM head (the
-    layers that predict tokens) is also new, unless model.init is a model with a trained one. The learning rate of new
-    heads rises and falls in the same steps as that of the other weights. null: the value of `lr`."""
+    layers that predict tokens) counts as new, too, unless model.init is a model with a trained masked-LM head. The
+    learning rate of new heads rises and falls in the same steps as that of the other weights. null: the value of
+    `lr`."""
     warmup: StepsOrShare = 0.1
     """The number of steps at the beginning of the run in which the learning rate rises linearly to `lr`. A number below
     1 is a share of `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
     """The curve by which the learning rate falls. The learning rate is `lr` times 1 - x (linear), (1 + cos(pi x)) / 2
-    (cosine) or 1 - sqrt(x) (1-sqrt), where x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler
-    of the ds_config if it has one."""
+    (cosine) or 1 - sqrt(x) (1-sqrt), where x rises from 0 to 1 in the steps of `decay`. null: the scheduler of the
+    ds_config, or linear if the ds_config has no scheduler."""
     decay: StepsOrShare | None = None
     """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
     learning rate is constant. A number below 1 is a share of `steps`. null: the learning rate falls in all steps after
@@ -184,8 +187,8 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """The maximum norm of the gradient of all weights: a larger gradient is scaled down to this norm. 0: no maximum."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of each target's probability that is spread evenly over the whole vocabulary; the correct token has the
-    rest."""
+    """For each predicted token: the share of the target probability that is spread evenly over the whole vocabulary.
+    The correct token has the rest."""
     z_loss: NotNegative = 0.0
     """The factor of the term logsumexp(logits)^2, which is added to the loss of each predicted token. PaLM used the
     factor 1e-4."""
@@ -195,17 +198,17 @@ class TrainConfig:
     only through rounding and through dropout's random masks."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto: the 16-bit precision of the ds_config (fp16 or bf16), or fp32 if the ds_config
-    has none. If this precision has `enabled: "auto"`, the run uses it only on hardware that supports it, and fp32
-    otherwise."""
+    has none. If the ds_config has `enabled: "auto"` for this precision, the run uses it only on hardware that supports
+    it, and fp32 otherwise."""
     deterministic: bool = False
     """true: CUDA uses only algorithms that are reproducible bit for bit, so a resumed run has exactly the same weights
     as an uninterrupted run. But the backward pass of attention is slower than with false."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masked tokens, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
-    """The number of steps between two expensive measurements: of the gradient norm of each stream, which needs a second
-    backward pass, and of the metrics `alignment/...` of dictionaries. The run also measures in step 1. With the value
-    0, the run never measures."""
+    """The run measures its expensive metrics in step 1 and in each step whose number is divisible by this value. These
+    metrics are the gradient norm of each stream, which needs a second backward pass, and the scores `alignment/...` of
+    dictionaries. 0: the run never measures these metrics."""
     time_limit: PositiveFloat | None = None
     """The number of minutes, from the start of the processes, after which the run saves a checkpoint and stops with
     exit code 75. After each start, the run does at least one step, even beyond the limit. null: no limit."""
@@ -268,9 +271,9 @@ class CheckpointConfig:
 class EvalTask:
     name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
     """The kind of the task: heldout or retrieval. heldout measures the loss of each stream on the records in `data`,
-    for all records together and for each language or language pair. retrieval measures the share of the sentences in
-    `data` whose nearest neighbour among the sentences of the other language, by sentence vectors, is their translation.
-    A second task of the same kind needs a suffix, such as heldout.test."""
+    for all records together and for each language or language pair. retrieval compares the vectors of the sentences in
+    `data`, and measures the share of sentences whose nearest neighbour in the other language is their translation. A
+    second task of the same kind needs a suffix, such as heldout.test."""
     data: list[Text] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000

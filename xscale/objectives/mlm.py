@@ -25,8 +25,8 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The probability that the objective chooses a token, other than special tokens such as [CLS], for prediction. Of
-    the chosen tokens, 80 % become [MASK], and 10 % become random tokens."""
+    """The probability that the objective chooses a token for prediction. Special tokens such as [CLS] are never chosen.
+    Of the chosen tokens, 80 % become [MASK], 10 % become random tokens, and 10 % stay."""
     whole_word: bool = False
     """true: the objective chooses whole words for prediction. false: the objective chooses single tokens."""
     language_embeddings: bool = False

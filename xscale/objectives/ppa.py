@@ -71,8 +71,9 @@ class PpaOptions:
     trained encoder, each weight k of the key encoder becomes m * k + (1 - m) * w, where w is the same weight of the
     trained encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The key encoder's momentum at the end of the run, not below `momentum`. During the run, the momentum rises from
-    `momentum` to this value along half a cosine, as in BYOL (Grill et al. 2020). null: the momentum stays constant."""
+    """The key encoder's momentum at the end of the run. It must not be below `momentum`. During the run, the momentum
+    rises from `momentum` to this value along half a cosine, as in BYOL (Grill et al. 2020). null: the momentum stays
+    constant."""
     projection: Count = 300
     """The number of dimensions of z, the projected sentence vector that the contrastive loss compares."""
     normalize_z: bool = True
