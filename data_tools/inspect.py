@@ -117,10 +117,10 @@ def describe_damage(source: Source, shard_number: int) -> str:
 def verify(source: Source) -> None:
     """Compare every byte of a source with its index. Raises UserError, which lists all damaged shards."""
     problems = [describe_damage(source, number) for number in range(len(source.shards))]
-    lines = sorted(filter(None, problems))
+    lines = list(filter(None, problems))
     if lines:
         head = f"{source.directory} has {len(lines)} damaged shards. Copy these shards again:"
-        raise UserError("\n  ".join([head, *lines]))
+        raise UserError("\n  ".join([head, *sorted(set(lines))]))
     print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
 
 

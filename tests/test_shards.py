@@ -321,8 +321,9 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
     for named in (r"mono-000000.tar: record 17 ", "mono-000001.tar: record", "mono-000002.idx"):
         assert named in str(error.value)
     (copy / "entries").write_bytes(b"")
-    with pytest.raises(UserError, match=r"3 damaged(.|\n)*entries does not have the checksums"):
+    with pytest.raises(UserError, match=r"3 damaged(.|\n)*entries does not have the checksums") as error:
         inspect.main([str(copy), "--verify"])
+    assert str(error.value).count("entries does not have") == 1
     (copy / "mono-000001.tar").unlink()
     with pytest.raises(UserError, match=r"No such file.*mono-000001\.tar"):
         inspect.main([str(copy), "--verify"])

@@ -80,6 +80,7 @@ def test_no_step_is_to_be_skipped_if_none_has_changed_the_weights(tmp_path: Path
     """A start does not know whether the last step before it was skipped too."""
     message = failure_message(tmp_path, skipped_in_a_row=BAD - done, fp16=True, done=done)
     assert "fp16 has skipped every step since this command was started" in message and "skip_steps" not in message
+    assert "was the last to change" not in message
 
 
 def wait_without_steps(folder: Path, ready: Any) -> None:

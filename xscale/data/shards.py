@@ -367,8 +367,8 @@ class OpenFile:
         """Return True if the shard's entries have the checksum of index.json. first_entry: the number of the
         shard's first entry in the file.
 
-        The checksum is computed again if the file has changed. So a run ends if somebody replaces a tar together with
-        its .idx.
+        The checksum is computed again if the file has changed. So a run ends if somebody replaces a tar together
+        with the entries.
         """
         changed = os.fstat(self.fd).st_ctime_ns
         if changed != self.changed:

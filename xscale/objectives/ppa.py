@@ -133,7 +133,7 @@ def queue_size_problem(options: PpaOptions, samples: int) -> str | None:
 
 def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     follows = 1 / max(1 - options.momentum, 1e-9)
-    if not options.moco_weight or steps >= 3 * follows:
+    if not options.moco_weight or options.momentum <= 0.95 or steps >= 3 * follows:
         return []
     return [
         f"momentum: {options.momentum} is too large for a run of {steps:,} steps. The weights of the momentum encoder "

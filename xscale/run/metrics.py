@@ -333,7 +333,7 @@ class RunMetrics:
                 "lower weights of the streams"
             )
         problem = f"step {number}: {what} is not finite. {path} lists the records of step {number}."
-        if bad < number:
+        if self.done < bad < number:
             problem += (
                 f" fp16 has skipped all steps after step {bad}, so step {bad} was the last to change the weights."
             )
