@@ -222,12 +222,12 @@ class Source:
             if file.entries_have_checksum(shard, start, self.shards[shard]):
                 return file.read((end - first) * ENTRY.size, (start + first) * ENTRY.size)
             problem = "does not have the checksums that index.json gave at the start of the run"
-        remedy = f"copy the file again, or run `xscale data index {self.directory}`"
+        remedy = f"Copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
-            remedy = f"remove {self.directory}; the next start downloads the shards again"
+            remedy = f"Remove {self.directory}; the next start downloads the shards again"
         raise UserError(
-            f"{self.directory}/{ENTRIES} {problem}. If the shards were replaced during the run, restore the old "
-            f"shards. Otherwise {remedy}"
+            f"{self.directory}/{ENTRIES} {problem}. {remedy}. If the shards were replaced during the run, restore the "
+            "old shards instead"
         )
 
     def _fetch_entries_file(self, remote: Remote) -> None:
