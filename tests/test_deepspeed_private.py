@@ -118,3 +118,13 @@ def test_files_and_their_types(tmp_path: Path) -> None:
 
 
 _NAMES = ("_get_zero_ckpt_name", "_get_rank_zero_ckpt_name", "_get_zero_ckpt_prefix")
+
+
+@pytest.mark.parametrize(("most_parts", "lengths"), [(1, [10]), (2, [5, 5]), (9, [4, 4, 2])])
+def test_a_gradient_has_no_more_parts_than_the_norm_reads(
+    most_parts: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "CPU_CHUNK", 4)
+    flat = torch.arange(10.0)
+    parts = private.PartitionGradient(flat, most_parts)
+    assert list(map(len, parts)) == lengths and torch.cat(list(parts)).equal(flat)
