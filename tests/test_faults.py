@@ -496,3 +496,17 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
         found.step for found in map(checkpoints.read_checkpoint, checkpoints.list_checkpoints(out / "checkpoints"))
     ]
     assert steps == [0, 20]
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_resume_say_that_entries_are_damaged(demo: Path, tmp_path: Path) -> None:
+    """Only rank 0 reads the lengths of all records before a resume."""
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(tmp_path / "pairs")]
+    run += ["--out", str(tmp_path / "out"), "--set", f"model.tokenizer={demo / 'tokenizer'}", "data.workers=0"]
+    launch.run(2, [*run, "streams.tlm.samples=16", "train.steps=2"])
+    (tmp_path / "pairs" / "entries").write_bytes(b"damaged")
+    code, output = launch.try_run(2, [*run, "streams.tlm.samples=16", "train.steps=4"])
+    assert code == 2, output
+    for rank in range(2):
+        assert "UserError: " + str(tmp_path / "pairs/entries") in (tmp_path / f"out/logs/rank{rank}.log").read_text()

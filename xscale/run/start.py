@@ -138,8 +138,7 @@ def set_up_training(
     loader = resolve.fit_rows_into_gpu_memory(
         loader, module, run.config, run.hardware.memory, context.cpu_group, LOG.info
     )
-    if context.process.is_main:
-        write_config_files(args.out, run, loader, checkpoint)
+    context.cpu_group.value_from_main(lambda: write_config_files(args.out, run, loader, checkpoint))
     data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
@@ -179,7 +178,8 @@ def code_version() -> str:
 
 
 def write_config_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
-    """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only."""
+    """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only.
+    Raises UserError if the entries of a source are damaged."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
     files.write_text(out / "ds_config.json", run_status.to_json_text(run.config.resolved))
