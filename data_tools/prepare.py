@@ -235,7 +235,7 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
         2: ("pairs", "only pairs whose two sentences occur in no other pair"),
     }[len(group)]
     return [
-        f"{'-'.join(group)}: only {count:,} of the {wanted:,} {kind} of `heldout` in corpus.yaml are held out. "
+        f"{'-'.join(group)}: only {count:,} {kind} are held out, but `heldout` in corpus.yaml asks for {wanted:,}. "
         f"prepare holds out at most a tenth of the text, and {rule}. If the rule length.tokens is set, this rule may "
         "also have removed held-out text"
     ]

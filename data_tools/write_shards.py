@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
             source["linked"] = [args.links_src, args.links_tgt]
             if not (args.links and args.links_src and args.links_tgt):
                 raise UserError(
-                    "--links, --links_src and --links_tgt belong together. Write all three flags, or --links alone"
+                    "--links_src and --links_tgt need each other and --links. Write all three flags, or --links alone"
                 )
     bounds = None
     if args.min_tokens is not None or args.max_tokens is not None:

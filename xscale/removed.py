@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FLAGS: dict[str, str] = {
-    "lexicon --lower": "lower-case the file first by `sed 's/.*/\\L&/'`, or use --truecase",
+    "lexicon --lower": "lower-case the dictionary first by `sed 's/.*/\\L&/'`, or use --truecase",
     "tokenizer --coverage": "use a larger --vocab_size, which has room for more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
     "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries of each dictionary have unknown tokens",

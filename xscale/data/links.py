@@ -30,7 +30,7 @@ def links_and_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     is_word_of_texts = [np.empty(0, dtype=bool)]
     start = 0
     for pair in pairs:
-        assert pair.words is not None, "word links need examples that Tokenizer.encode_words has encoded"
+        assert pair.words is not None, "word links need words: set `words=lambda options: True` in Objective(...)"
         first, second = pair.words
         second_start = start + len(first.is_word)
         for i, j in parse_pair_links(pair, (len(first.is_word), len(second.is_word))):
@@ -80,7 +80,7 @@ def word_tokens(
     word_counts = np.zeros(len(texts), dtype=np.int64)
     for i, text in enumerate(texts):
         pair_words = pairs[text // 2].words
-        assert pair_words is not None, "word links need examples that Tokenizer.encode_words has encoded"
+        assert pair_words is not None, "word links need words: set `words=lambda options: True` in Objective(...)"
         text_words = pair_words[text % 2]
         words_of_texts.append(text_words.words)
         tokens_of_texts.append(text_words.tokens)

@@ -222,7 +222,7 @@ def mask_tokens(
     offsets_N = sequences.indices_in_sequence.astype(np.uint64)
     units_N = offsets_N  # tokens of a sequence with the same number are chosen together
     if whole_word:
-        assert sequences.word_of_token is not None, "whole_word needs examples that Tokenizer.encode_words has encoded"
+        assert sequences.word_of_token is not None, "whole_word needs words: set `words` in Objective(...)"
         alone = offsets_N + np.uint64(1 << 32)  # for tokens that belong to no word: numbers that no word has
         units_N = np.where(sequences.word_of_token < 0, alone, sequences.word_of_token.astype(np.uint64))
     is_special = tokenizer.is_special[sequences.ids]

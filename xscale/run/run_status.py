@@ -218,7 +218,7 @@ CAUSES = (
         ("Address already in use", "EADDRINUSE"),
         MACHINE,
         "the ranks cannot connect to each other, because another program uses the port: {}. Choose another port by the "
-        "launcher's flag --master_port N or by MASTER_PORT",
+        "launcher's flag --master_port N or by the environment variable MASTER_PORT",
     ),
     (
         ("DistNetworkError",),

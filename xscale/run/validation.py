@@ -68,7 +68,7 @@ class Validation:
             if checkpoint.name == name and saved <= step and saved not in evaluated:  # later ones are made again
                 raise UserError(
                     f"{path} has no undamaged line with the scores of the best checkpoint, {checkpoint}. Restore "
-                    f"{path} from a copy. To choose the best checkpoint by the scores in the other lines, remove {file}"
+                    f"{path} from a copy, or remove {file} to choose the best checkpoint by the other scores"
                 )
         self.write_name_of_best_checkpoint()
 
