@@ -241,7 +241,8 @@ def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
 
 @pytest.mark.parametrize("how", ["moved", "copied"])
 def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: str) -> None:
-    """By others of the same names and numbers, whose entries fit their tar: in another folder, or the same files."""
+    """The new shards have the same names and numbers of records, and entries that fit them. moved: another folder takes
+    the place of the old one. copied: the files get new content."""
     (tmp_path / "text.en").write_text("".join(line + "\n" for line in sentences(700, seed=9)), encoding="utf-8")
     arguments = ["mono", "--text", tmp_path / "text.en", "--lang", "en", "--out", tmp_path / "others"]
     write_shards.main([str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
