@@ -49,6 +49,8 @@ NORMALISE: dict[str, Callable[[str], str]] = {
     "spaces": lambda text: " ".join(text.split()),
 }
 """{change of the rule `normalise`: its function}, in the order in which the changes are made."""
+cached_tokenizer = cache(Tokenizer)
+"""Loads a tokenizer (path or hub name) once in a process."""
 
 
 class RemovalCounts:
@@ -101,7 +103,7 @@ class Cleaner:
             self.removed.add(reason, texts if self.source.pairs else texts[:1])
             return None
         if not self.source.pairs:
-            texts = self.remove_sentences(texts)
+            texts = self.drop_sentences_by_rules(texts)
         if not texts:
             return None
         return unit._replace(texts=texts, linked=unit.linked or unit.texts)
@@ -122,7 +124,7 @@ class Cleaner:
                 sentences += split_sentences(paragraph, self.source.langs[0])
         return [sentence for sentence in sentences if not is_blank(sentence)]
 
-    def remove_sentences(self, sentences: list[str]) -> list[str]:
+    def drop_sentences_by_rules(self, sentences: list[str]) -> list[str]:
         """Return the sentences of a document that no rule removes."""
         kept = list[str]()
         for sentence in sentences:
@@ -146,10 +148,10 @@ class Cleaner:
                 return reason
             if not self.rules.identical and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
                 return "identical sides"
+            if any(map(self.occurs_in_excluded_files, texts)):
+                return "exclude"
         else:
             sides = [" ".join(texts)[:LID_CHARACTERS]]
-        if self.source.pairs and any(map(self.occurs_in_excluded_files, texts)):
-            return "exclude"
         if self.rules.lid:
             for text, lang in zip(sides, self.source.langs, strict=True):
                 if is_in_other_language(text, lang, self.rules.lid):
@@ -159,7 +161,8 @@ class Cleaner:
     def occurs_in_excluded_files(self, text: str) -> bool:
         """Return whether a file of the rule `exclude` has a line with the letters, marks and digits of the text, in
         any case."""
-        return bool(self.rules.exclude) and folded_letters(text) in excluded_lines(tuple(self.rules.exclude))
+        excluded = read_excluded_lines(tuple(self.rules.exclude))
+        return bool(excluded) and fold_to_letters_and_digits(text) in excluded
 
     def violated_length_rule(self, texts: list[str]) -> str:
         """Return the name of the length rule that removes a pair or a single sentence; "" if no rule does."""
@@ -186,29 +189,23 @@ def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds
     return ""
 
 
-@cache
-def cached_tokenizer(path_or_hub_name: str) -> Tokenizer:
-    """Load a tokenizer once in a process."""
-    return Tokenizer(path_or_hub_name)
-
-
-def folded_letters(text: str) -> str:
+def fold_to_letters_and_digits(text: str) -> str:
     """Return a text's letters, marks and digits in folded case. The marks tell words of Hindi or Arabic apart that
     differ in vowels. A variation selector, as in an emoji, is none of these marks."""
-    return "".join(filter(_is_letter, normalise_word(unicodedata.normalize("NFKC", text))))
+    return "".join(filter(_is_letter_or_digit, normalise_word(unicodedata.normalize("NFKC", text))))
 
 
 @lru_cache(maxsize=1 << 16)
-def _is_letter(character: str) -> bool:
+def _is_letter_or_digit(character: str) -> bool:
     return unicodedata.category(character)[0] in "LMN" and "VARIATION SELECTOR" not in unicodedata.name(character, "")
 
 
 @cache
-def excluded_lines(paths: tuple[str, ...]) -> set[str]:
+def read_excluded_lines(paths: tuple[str, ...]) -> set[str]:
     """Return the folded letters of each line of evaluation files. Raises UserError."""
     excluded = set[str]()
     for path in paths:
-        excluded.update(folded_letters(line) for _, line in read_checked_lines(Path(path)))
+        excluded.update(fold_to_letters_and_digits(line) for _, line in read_checked_lines(Path(path)))
     return excluded - {""}
 
 
@@ -216,7 +213,7 @@ def check_excluded_file(path: str) -> None:
     """Raise UserError if a file of the rule `exclude` has no text, or is a table or JSON. Reads only the file's first
     lines, unless they are blank."""
     try:
-        has_text = any(folded_letters(line) for _, line in read_checked_lines(Path(path)))
+        has_text = any(fold_to_letters_and_digits(line) for _, line in read_checked_lines(Path(path)))
     except UserError as error:
         raise UserError(f"rules.exclude: {error}") from None
     if not has_text:
@@ -225,9 +222,9 @@ def check_excluded_file(path: str) -> None:
         )
 
 
-def hash_texts_of_units(units: list[list[str]]) -> np.ndarray:
-    """Return uint64 [len(units)]: a hash of all texts of each unit."""
-    hashes = [blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units]
+def hash_text_lists(text_lists: list[list[str]]) -> np.ndarray:
+    """Return uint64 [len(text_lists)]: one hash of all texts of each list."""
+    hashes = [blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in text_lists]
     return np.frombuffer(b"".join(hashes), dtype="<u8")
 
 

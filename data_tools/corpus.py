@@ -144,7 +144,7 @@ class SourceSpec(Strict):
         return paths
 
     @property
-    def links_path(self) -> str:
+    def file_with_links(self) -> str:
         """Return the file that has the word links."""
         return self.links if isinstance(self.links, str) else self.paths[0]
 
@@ -158,13 +158,13 @@ class SourceSpec(Strict):
         return self.pairs or (self.mono or "",)
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["pairs", "documents"]:
         """Return what the source consists of, in words for messages."""
         return "pairs" if self.pairs else "documents"
 
     @property
-    def group(self) -> tuple[str, ...]:
-        """Return the sorted languages. Duplicates are sought among all sources of a group."""
+    def sorted_langs(self) -> tuple[str, ...]:
+        """Return the sorted languages. Duplicates are sought among all sources of the same languages."""
         return tuple(sorted(self.langs))
 
     @model_validator(mode="after")
@@ -197,10 +197,10 @@ class SourceSpec(Strict):
         for key in set[str]().union(*FORMATS.values()) & self.model_fields_set:
             if getattr(self, key) is not None and key not in FORMATS[self.format]:
                 raise ValueError(f"{key}: a source with `{self.format}` cannot have this key. Remove the key")
-        self._check_columns()
+        self._check_columns_and_links()
         return self
 
-    def _check_columns(self) -> None:
+    def _check_columns_and_links(self) -> None:
         """Raise ValueError if `columns` or `links` do not fit the format."""
         columns = list(self.columns or ())
         if self.tsv and self.links is not None:
@@ -276,7 +276,7 @@ class Corpus(Strict):
                     f"sources.{number}.rules.length.tokens: this rule needs a tokenizer. Add the key "
                     "`tokenizer: {vocab_size: N}` or `tokenizer: PATH` to corpus.yaml, beside the key `sources`"
                 )
-        for name, times in Counter(self.names).items():
+        for name, times in Counter(self.source_names).items():
             if times > 1:
                 problems.append(
                     f"sources: {times} sources have the name {name}. Set a different `name` for each source"
@@ -306,8 +306,7 @@ class Corpus(Strict):
         return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
 
     @property
-    def names(self) -> list[str]:
-        """Return the name of each source."""
+    def source_names(self) -> list[str]:
         return [source.name or default_name(source) for source in self.sources]
 
     @property
@@ -322,9 +321,9 @@ class Corpus(Strict):
         return sorted({source.langs for source in self.sources if source.pairs})
 
     @property
-    def groups(self) -> list[tuple[str, ...]]:
-        """Return the languages of each group of sources, sorted."""
-        return sorted({source.group for source in self.sources})
+    def language_groups(self) -> list[tuple[str, ...]]:
+        """Return the languages of each group of sources, sorted. The sources of a group have the same languages."""
+        return sorted({source.sorted_langs for source in self.sources})
 
 
 def is_tar_location(shards: str) -> bool:
@@ -363,7 +362,7 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
             add_shard_languages(place, source)
-    move_align_links(place, tree)
+    move_align_links_to_source(place, tree)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
@@ -383,16 +382,15 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
         langs = next((stored.record.langs for stored in webdataset_records(source["shards"])), ())
     else:
         langs = Source(source["shards"]).langs
-    languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
     if named:
         raise UserError(
             f"{place}: a source of shards must not have `pairs` or `mono`, because index.json in "
             f"{source['shards']} gives the languages ({'-'.join(langs)}). Remove the key `pairs` or `mono`"
         )
-    source.update(languages)
+    source.update({"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)})
 
 
-def move_align_links(place: str, tree: dict[str, Any]) -> None:
+def move_align_links_to_source(place: str, tree: dict[str, Any]) -> None:
     """Give the links of `align: {links: F}` to the only source of pairs. place: the corpus.yaml, for errors. Raises
     UserError."""
     align = tree.get("align")

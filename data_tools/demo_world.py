@@ -154,14 +154,6 @@ def choose(rng: Random, options: Sequence[str]) -> str:
     return options[int(rng.random() * len(options))]
 
 
-def join_tokens(tokens: Sequence[Token]) -> str:
-    """Return the text of English or xx tokens, with spaces between words. A token is a word or symbol of
-    data/words.py."""
-    text = " ".join(word for word, _ in tokens)
-    text = re.sub(r"\ba (?=[aeiou])", "an ", re.sub(r" (?=[.,?])", "", text))
-    return text[0].upper() + text[1:]
-
-
 def to_yy_script(form: str) -> str:
     """Return a form of xx in the script of yy, which has a Chinese character for each syllable."""
     if form in SIGNS.values():
@@ -181,7 +173,7 @@ def regular_s_form(word: str) -> str:
     return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh", "o")) else "s")
 
 
-def english_words() -> list[tuple[str, dict[str, str]]]:
+def english_pools_and_forms() -> list[tuple[str, dict[str, str]]]:
     """Return the pool of each word, and its English forms by their grammatical keys."""
     words = list[tuple[str, dict[str, str]]]()
     for pool, items in NOUNS.items():
@@ -208,24 +200,24 @@ def english_words() -> list[tuple[str, dict[str, str]]]:
     return words
 
 
-def xx_suffix(pool: str, key: str) -> str:
+def xx_suffix(pool: str, grammar_key: str) -> str:
     """Return the suffix of a word of xx for its grammatical key, such as "many.acc" or "past.one"."""
-    first, _, second = key.partition(".")
+    first, _, second = grammar_key.partition(".")
     if pool in VERBS:
         return TENSES[first] + PERSONS[second]
-    return NUMBERS[first] + CASES[second] if key else ""
+    return NUMBERS[first] + CASES[second] if grammar_key else ""
 
 
-def coin_stem(rng: Random, pool: str, en: dict[str, str], taken: set[str]) -> str:
-    """Return a new stem for a word of xx, so that none of its forms is in `taken`. The stem of a name or sign is the
-    name or sign itself."""
+def coin_stem(rng: Random, pool: str, en: dict[str, str], taken_forms: set[str]) -> str:
+    """Return a new stem for a word of xx, so that none of its forms is in `taken_forms`. The stem of a name or sign is
+    the name or sign itself."""
     if pool == "name" or pool in SIGNS:
         return next(iter(en.values()))
     while True:
         stem = ""
         for _ in range(2 if rng.random() < 0.7 else 3):
             stem += choose(rng, ONSETS) + choose(rng, VOWELS)
-        if taken.isdisjoint(stem + xx_suffix(pool, key) for key in en):
+        if taken_forms.isdisjoint(stem + xx_suffix(pool, key) for key in en):
             return stem
 
 
@@ -236,7 +228,7 @@ class World:
         self.seed = seed
         self.pools = defaultdict[str, list[Word]](list)
         rng = Random(f"{seed}/lexicon")
-        words = english_words()
+        words = english_pools_and_forms()
         taken = LITERALS.union(*(en.values() for _, en in words))
         for pool, en in words:
             stem = coin_stem(rng, pool, en, taken)
@@ -278,10 +270,12 @@ class World:
 
 
 def sentence_text(tokens: dict[str, list[Token]], language: str) -> str:
-    """Return a sentence in a language."""
+    """Return the text of a sentence in a language. A token is a word or symbol of data/words.py."""
     if language == "yy":
         return "".join(to_yy_script(form) for form, _ in tokens["xx"])
-    return join_tokens(tokens[language])
+    text = " ".join(form for form, _ in tokens[language])
+    text = re.sub(r"\ba (?=[aeiou])", "an ", re.sub(r" (?=[.,?])", "", text))
+    return text[0].upper() + text[1:]
 
 
 class Composer:

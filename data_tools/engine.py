@@ -71,14 +71,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def done_marker_path(folder: Path, step: str, number: int) -> Path:
+def done_marker_path(folder: Path, step_name: str, number: int) -> Path:
     """Return the path of the empty file that marks a task as done."""
-    return folder / "done" / step / f"{number:06d}"
+    return folder / "done" / step_name / f"{number:06d}"
 
 
-def do_task_unless_done(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
-    """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
-    done = done_marker_path(folder, name, number)
+def do_task_unless_done(folder: Path, step_name: str, function: Callable[[Path, int], None], number: int) -> None:
+    """Do task `number` of a step, unless it is marked as done, and mark it."""
+    done = done_marker_path(folder, step_name, number)
     if not done.exists():
         function(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)

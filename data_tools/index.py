@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -120,7 +120,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
         members_of_samples = groupby(
-            read_record_members(tar, fd), lambda member: (shard_layout(member), sample_key(member.name))
+            read_record_members(tar, fd), lambda member: (layout_of_member(member), sample_key(member.name))
         )
         for (layout, _), members in members_of_samples:
             if layout == "lines":
@@ -140,7 +140,7 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
             yield StoredRecord(record, layout, start, data)
 
 
-def shard_layout(member: tarfile.TarInfo) -> str:
+def layout_of_member(member: tarfile.TarInfo) -> Literal["lines", "samples"]:
     """Return the layout of a shard with this member: "lines" or "samples"."""
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
@@ -162,7 +162,7 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
             )
         if not is_sample_member(member.name):
             continue
-        layouts.add(shard_layout(member))
+        layouts.add(layout_of_member(member))
         if len(layouts) == 2:
             raise ValueError(
                 f"the tar member {member.name}: a tar cannot have both .jsonl members and other members. Write "
@@ -206,10 +206,10 @@ def build_index(
     paths = sorted(directory.glob("*.tar"))
     if not paths:
         raise UserError(f"{directory} has no .tar files. Choose a folder of tars")
-    segmentations = read_segmentation_by_layout(directory) if check_links else None
+    segmentations = read_link_segmentation_by_layout(directory) if check_links else None
     index_one = partial(write_idx_of_tar, langs=langs, segmentations=segmentations)
     index = make_index_content(directory, index_tars_in_processes(index_one, paths), made_by)
-    write_index(directory, index)
+    write_index_and_joined_idx(directory, index)
     return index
 
 
@@ -232,7 +232,7 @@ def write_idx_of_tar(
     return tar
 
 
-def read_segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
+def read_link_segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
     """Return {layout: the kind of words that its links number}. An existing index.json names this kind. Without an
     index.json, links in .jsonl members number the words of data/words.py, and links of samples number the words between
     white space."""
@@ -270,7 +270,7 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
         "langs": list(first.langs),
         "languages": dict.fromkeys(first.langs, records),
         "layout": first.layout,
-        "segmentation": read_segmentation_by_layout(directory)[first.layout],
+        "segmentation": read_link_segmentation_by_layout(directory)[first.layout],
         "records": records,
         **({"linked": linked} if is_pair else {"documents": documents}),
         "bytes": size,
@@ -279,7 +279,7 @@ def make_index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dic
     }
 
 
-def write_index(directory: Path, index: dict[str, Any]) -> None:
+def write_index_and_joined_idx(directory: Path, index: dict[str, Any]) -> None:
     """Write the file that joins all shards' .idx files, and then index.json."""
     with files.atomic_write(directory / ENTRIES) as partial_path, partial_path.open("wb") as all_entries:
         for shard in index["shards"]:

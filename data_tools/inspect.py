@@ -71,7 +71,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     }
 
 
-def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
+def percentiles_of_links_per_token(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
     """Return the median and the 95th percentile of the number of linked tokens of a token, over which AlignLM sums.
     records: pairs with links."""
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
@@ -89,9 +89,9 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     return {"median": float(median), "p95": float(p95)}
 
 
-def word_link_indices(record: Record, first_words: int, second_words: int) -> np.ndarray:
-    """Return the word links of a pair [K, 2]. first_words, second_words: the numbers of words of its two texts."""
-    links = parse_pharaoh(record.links or "", (first_words, second_words))
+def word_link_indices(record: Record, first_word_count: int, second_word_count: int) -> np.ndarray:
+    """Return the word links of a pair [K, 2]. The counts are those of the words of its two texts."""
+    links = parse_pharaoh(record.links or "", (first_word_count, second_word_count))
     return np.array(links, dtype=np.int64).reshape(-1, 2)
 
 
@@ -156,7 +156,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
     if linked:
         links = link_statistics(linked)
         if tokenizer:
-            links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
+            links["tokens_per_target"] = percentiles_of_links_per_token(linked, tokenizer)
         for name, value in links.items():
             print(f"  word alignments: {name} {value}")
     for number in evenly_spaced(len(records), shown):

@@ -42,7 +42,7 @@ class LinkCounts:
     """Occurrences by language and word."""
 
 
-def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
+def count_words_and_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     """Return the counts over all records with links. langs: the languages of the dictionary's columns. Raises UserError
     for a source in other languages, and if there are no links."""
     counts = LinkCounts()
@@ -69,12 +69,11 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
 def add_words_and_links(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
     """Add the words of a pair, and its links between words, to the counts. is_reversed: True if the pair's second text
     is in the language of the first column."""
-    (first, first_is_word), (second, second_is_word) = split_words_and_symbols([text.lower() for text in record.texts])
-    first_lang, second_lang = record.langs
-    for word in compress(first, first_is_word):
-        counts.words[first_lang, word] += 1
-    for word in compress(second, second_is_word):
-        counts.words[second_lang, word] += 1
+    sides = split_words_and_symbols([text.lower() for text in record.texts])
+    for lang, (words, is_word) in zip(record.langs, sides, strict=True):
+        for word in compress(words, is_word):
+            counts.words[lang, word] += 1
+    (first, first_is_word), (second, second_is_word) = sides
     for i, j in parse_pharaoh(record.links or "", (len(first), len(second))):
         if first_is_word[i] and second_is_word[j]:
             entry = (second[j], first[i]) if is_reversed else (first[i], second[j])
@@ -122,12 +121,12 @@ def truecase_entries(entries: list[Entry], langs: tuple[str, str], sources: list
     return spelled
 
 
-def sample_entries(entries: list[Entry], share: float, seed: int) -> list[Entry]:
-    """Return the entries of a share of the words of the first language, in their order. Of n words, the round(share *
-    n) with the smallest hashes are chosen. Spellings that differ only in case are one word."""
+def sample_entries_by_first_word(entries: list[Entry], word_share: float, seed: int) -> list[Entry]:
+    """Return the entries of a share of the words of the first language, in their order. Of n words, the
+    round(word_share * n) with the smallest hashes are chosen. Spellings that differ only in case are one word."""
     distinct = {normalise_word(word) for word, _ in entries}
     by_hash = sorted(distinct, key=lambda word: int(rng.key(seed, "lexicon", word)))
-    chosen = set(by_hash[: round(share * len(by_hash))])
+    chosen = set(by_hash[: round(word_share * len(by_hash))])
     return [entry for entry in entries if normalise_word(entry[0]) in chosen]
 
 
@@ -210,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--share {args.share} must be greater than 0 and at most 1")
 
     if sources:
-        entries = entries_from_link_counts(count_links(sources, langs), langs, args.min_count, args.min_share)
+        entries = entries_from_link_counts(count_words_and_links(sources, langs), langs, args.min_count, args.min_share)
     else:
         entries = []
         for path in args.dict:
@@ -233,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
         entries = [(first, second) for first, second in entries if first != second]
         report.append(f"{len(entries):,} entries after --drop_identical (without entries whose two words are the same)")
     if args.share is not None:
-        entries = sample_entries(entries, args.share, args.seed)
+        entries = sample_entries_by_first_word(entries, args.share, args.seed)
         report.append(f"{len(entries):,} entries chosen by --share {args.share:g} --seed {args.seed}")
     if not entries:
         raise UserError(

@@ -74,7 +74,7 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 def check_corpus(corpus: Corpus) -> None:
     """Raise UserError if a file or eflomal is missing, if a tokenizer, a dictionary or a file of evaluation text cannot
     be used, or if the model that identifies languages does not know a language of the corpus."""
-    for source, name in zip(corpus.sources, corpus.names, strict=True):
+    for source, name in zip(corpus.sources, corpus.source_names, strict=True):
         rules = corpus.rules_for(source)
         for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
@@ -118,7 +118,7 @@ def check_lexicons(corpus: Corpus) -> None:
         read_entries(path)
 
 
-def check_or_write_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
+def check_and_write_input_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
     """Write a stamp to the work folder: xscale's version, because another version may write other files; corpus.yaml;
     and each input file's size and modification time. Raise UserError if they have changed since the first task was
     done."""
@@ -170,7 +170,7 @@ def print_kept_counts(folder: Path) -> None:
             states = steps.read_selection_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(
-            f"source {corpus.names[number]}: the rules of corpus.yaml leave {left:,} of {read:,} {source.kind}",
+            f"source {corpus.source_names[number]}: the rules of corpus.yaml leave {left:,} of {read:,} {source.kind}",
             file=sys.stderr,
             flush=True,
         )
@@ -179,14 +179,14 @@ def print_kept_counts(folder: Path) -> None:
 def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     """Return the content of report.json."""
     sources = list[dict[str, Any]]()
-    for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
+    for number, (name, source) in enumerate(zip(corpus.source_names, corpus.sources, strict=True)):
         index = folder / "result/shards" / name / "index.json"
         sources.append({
             "name": name,
             "languages": list(source.langs),
             "licence": source.licence,
             "rules": corpus.rules_for(source).model_dump(mode="json"),
-            **steps.sum_counts_of_source(folder, number),
+            **steps.counts_and_removals_of_source(folder, number),
             "bytes": steps.read_json(index)["bytes"] if index.exists() else 0,
         })  # fmt: skip
     heldout = dict[str, int]()
@@ -195,7 +195,7 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     return {"sources": sources, "heldout": heldout}
 
 
-def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
+def summary_text(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
     """Return a line for each source, each held-out part and each dictionary that is left out. out: the folder that was
     made."""
     lines = list[str]()
@@ -210,7 +210,7 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
         )
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
-    for group in corpus.groups:
+    for group in corpus.language_groups:
         lines += missing_heldout_lines(corpus, group, report["heldout"])
     for path in map(Path, corpus.lexicons):
         if not (out / "lexicon" / path.name).exists():
@@ -225,7 +225,7 @@ def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
 def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[str, int]) -> list[str]:
     """Return a line that says why less text of a group is held out than corpus.yaml asks for; [] if nothing is missing.
     found: {folder below heldout/: number of its records}."""
-    folders = {"-".join(source.langs) for source in corpus.sources if source.group == group}
+    folders = {"-".join(source.langs) for source in corpus.sources if source.sorted_langs == group}
     count = sum(found.get(name, 0) for name in folders)
     wanted = corpus.heldout.wanted_count(group)
     if count >= wanted:
@@ -241,36 +241,27 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
     ]
 
 
-def render_page(report: dict[str, Any]) -> str:
-    """Return report.html."""
-    return Environment(autoescape=True, trim_blocks=True).from_string(PAGE).render(report)
-
-
-def publish_result_and_remove_work(corpus: Corpus, folder: Path, out: Path) -> None:
-    """Write the report, move the result to `out`, and remove the work folder."""
-    result = folder / "result"
-    for path in list(result.rglob(f"*{files.PARTIAL}")):  # left by a killed task
-        files.remove(path)
-    report = collect_report(folder, corpus)
-    files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
-    files.write_text(result / "report.html", render_page(report))
-    files.rename_into_place(result, out)
-    files.remove(folder)
-    print(summary_lines(corpus, out, report))
-
-
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
-    """Make the folder `out` of a corpus. Raises UserError, MachineError and OSError."""
+    """Make the folder `out` of a corpus, and print a summary. Raises UserError, MachineError and OSError."""
     files.check_writable_and_make_folder(out)
     folder = files.partial_path(out)
     folder.mkdir(exist_ok=True)
     with lock_folder(folder):
         check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
-        check_or_write_stamp(plan, folder)
+        check_and_write_input_stamp(plan, folder)
         steps.write_plan_and_clear_caches(folder, plan)
         do_steps(folder, executor, workers)
-        publish_result_and_remove_work(corpus, folder, out)
+        result = folder / "result"
+        for path in list(result.rglob(f"*{files.PARTIAL}")):  # left by a killed task
+            files.remove(path)
+        report = collect_report(folder, corpus)
+        files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+        page = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
+        files.write_text(result / "report.html", page.render(report))
+        files.rename_into_place(result, out)
+        files.remove(folder)
+        print(summary_text(corpus, out, report))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -312,17 +303,17 @@ def main(argv: list[str] | None = None) -> None:
     corpus = load_corpus(args.corpus)
     check_corpus(corpus)
     if args.dry_run:
-        for source, name in zip(corpus.sources, corpus.names, strict=True):
+        for source, name in zip(corpus.sources, corpus.source_names, strict=True):
             print(f"{name}: {source.format}, {'-'.join(source.langs)}, {source.kind}")
     else:
         prepare(corpus, args.out, args.executor, args.workers)
 
 
-def do_tasks_of_job(folder: Path, name: str, job: int, jobs: int) -> None:
-    """Do every `jobs`-th task of a step, from task `job` on, as a job of a SLURM array."""
-    step = steps.STEPS[name]
-    for number in range(job, step.count(folder), jobs):
-        do_task_unless_done(folder, name, step.function, number)
+def do_tasks_of_job(folder: Path, step_name: str, job: int, job_count: int) -> None:
+    """Do every `job_count`-th task of a step, from task `job` on, as a job of a SLURM array."""
+    step = steps.STEPS[step_name]
+    for number in range(job, step.count(folder), job_count):
+        do_task_unless_done(folder, step_name, step.function, number)
 
 
 if __name__ == "__main__":

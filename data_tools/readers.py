@@ -90,7 +90,7 @@ def read_text(source: SourceSpec) -> Iterator[Unit]:
     if source.pairs:
         return read_text_pairs(paths)
     numbers = count(1)  # the lines of all files are numbered together
-    paragraphs = (text_paragraphs(path, source.documents, numbers) for path in input_files(paths))
+    paragraphs = (read_paragraphs(path, source.documents, numbers) for path in input_files(paths))
     return join_paragraphs(chain.from_iterable(paragraphs))
 
 
@@ -129,7 +129,7 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
     texts = [line.strip(" ") for _, line in head if line.strip()]
-    others = len(texts) - sum(map(is_plain_text, texts))
+    others = sum(map(is_table_json_or_markup, texts))
     if texts and (texts[0] in ("{", "[") or texts[0].lower().startswith(("<?xml", "<tmx"))):
         others = len(texts)
     if others >= SHARE * len(texts) > 0:
@@ -142,16 +142,16 @@ def read_checked_lines(path: Path) -> Iterator[NumberedLine]:
     yield from lines
 
 
-def is_plain_text(line: str) -> bool:
-    """Return whether a line is text: not a row of a table (with tabs, or with each cell in quotation marks), a JSON
-    object, or a line that begins with a tag. A tag of WikiExtractor is allowed."""
+def is_table_json_or_markup(line: str) -> bool:
+    """Return whether a line is a row of a table (with tabs, or with each cell in quotation marks), a JSON object, or
+    begins with a tag. A tag of WikiExtractor does not count."""
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
-    is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
+    is_tag = TAG.match(line) is not None and not line.startswith(("<doc ", "</doc>"))
     is_row = "\t" in line or (line.startswith('"') and '","' in line and line.endswith('"'))
-    return not (is_object or is_tag or is_row)
+    return is_object or is_tag or is_row
 
 
-def text_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Iterator[Paragraph]:
+def read_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Iterator[Paragraph]:
     """Yield the lines of a file that have text. form: see SourceSpec.documents. line_numbers: an iterator of the lines'
     numbers, which goes on from file to file. Raises UserError."""
     lines = read_lines(path)
@@ -284,15 +284,15 @@ def local_tag_name(element: Any) -> str:
     return element.tag.rpartition("}")[2]
 
 
-def translated_texts(unit: Any, langs: tuple[str, ...]) -> list[str]:
+def translated_texts(translation_unit: Any, langs: tuple[str, ...]) -> list[str]:
     """Return the texts of a TMX's translation unit in two languages; [] if one of the languages is missing."""
     texts = dict[str, str]()
-    for variant in unit.iterfind("{*}tuv"):
+    for variant in translation_unit.iterfind("{*}tuv"):
         segment = variant.find("{*}seg")
         if segment is not None:
             language = variant.get(XML_LANG) or variant.get("lang") or ""
             texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
-    names = match_languages(langs, texts)
+    names = find_names_of_languages(langs, texts)
     if len(names) < 2:
         return []
     return [texts[names[0]], texts[names[1]]]
@@ -311,7 +311,7 @@ def segment_text(element: Any, is_text: bool) -> str:
     return "".join(parts)
 
 
-def match_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
+def find_names_of_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
     """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. Of several names, a
     language gets the nearest: of pt and PT-BR, pt-BR gets PT-BR; of zh and zh-TW, zh-Hant gets zh-TW. A name stands for
     one language only: if zh is the only name, zh-Hans gets it and zh-Hant does not. The language with the fewest names
@@ -361,9 +361,10 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     elif source.columns:
         names = list(map(str, source.columns))
     else:
-        names = match_languages(source.langs, [name for name in fields if name != "id"])  # often a record's number
+        # A field `id` often has a record's number, and not Indonesian text.
+        names = find_names_of_languages(source.langs, [name for name in fields if name != "id"])
         if len(names) < 2:
-            names = match_languages(source.langs, fields)
+            names = find_names_of_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
             f"{place}: xscale did not find the fields with the text in {' and '.join(source.langs)}. The fields are "
@@ -461,16 +462,15 @@ def read_shards(source: SourceSpec) -> Iterator[Unit]:
         linked = None
         if stored.record.links is not None and stored.counts_words:
             linked = [" ".join(words) for words, _ in split_words_and_symbols(texts)]
-        place = f"record {stored.record.key!r} of {stored.tar}"
-        yield Unit(number, texts, stored.record.links, linked, place)
+        yield Unit(number, texts, stored.record.links, linked, f"record {stored.record.key!r} of {stored.tar}")
 
 
 def indexed_records(directory: str) -> Iterator[ShardRecord]:
     shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
+        tar = f"{directory}/{shards.shards[shard].name}"
         for place in range(records):
             record = shards.renumber_links_by_xscale_words(shards.read(shard, place))
-            tar = f"{directory}/{shards.shards[shard].name}"
             yield ShardRecord(record, not shards.continues_document(shard, place), True, tar)
 
 
@@ -487,7 +487,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
             for record in records_of_webdataset_sample(sample, expected_langs):
                 if expected_langs and (
                     len(record.langs) != len(expected_langs)
-                    or match_languages(expected_langs, record.langs) != list(record.langs)
+                    or find_names_of_languages(expected_langs, record.langs) != list(record.langs)
                 ):
                     raise ValueError(
                         f"the record has texts in {', '.join(record.langs)}, but corpus.yaml gives "
@@ -509,7 +509,7 @@ def records_of_webdataset_sample(sample: dict[str, Any], default_langs: tuple[st
     if "jsonl" in sample:
         return [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
     names = [name.removesuffix(".txt") for name in sample if name.endswith(".txt")]
-    spelled = tuple(match_languages(default_langs, names))
+    spelled = tuple(find_names_of_languages(default_langs, names))
     return [record_from_members(sample["__key__"], sample, spelled or default_langs)]
 
 

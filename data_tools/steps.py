@@ -41,9 +41,9 @@ from .cleaning import (
     Cleaner,
     RemovalCounts,
     cached_tokenizer,
-    excluded_lines,
-    hash_texts_of_units,
+    hash_text_lists,
     minhash_bands,
+    read_excluded_lines,
     violated_token_count_rule,
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
@@ -106,7 +106,7 @@ def write_plan_and_clear_caches(folder: Path, plan: CorpusPlan) -> None:
     """Write the plan, and forget what this process has read of an earlier plan."""
     corpus = plan.corpus.model_dump(mode="json", exclude_unset=True)
     write_json(folder / "plan.json", plan._asdict() | {"corpus": corpus})
-    for cache in (read_plan, all_chunks, excluded_lines):
+    for cache in (read_plan, all_chunks, read_excluded_lines):
         cache.cache_clear()
 
 
@@ -126,7 +126,7 @@ def source_chunks(folder: Path, source_number: int) -> list[Chunk]:
 
 def group_chunks(folder: Path, group: tuple[str, ...]) -> list[Chunk]:
     sources = read_plan(folder).corpus.sources
-    return [chunk for chunk in all_chunks(folder) if sources[chunk.source].group == group]
+    return [chunk for chunk in all_chunks(folder) if sources[chunk.source].sorted_langs == group]
 
 
 def read_json(path: Path) -> Any:
@@ -177,8 +177,8 @@ def cut_source_into_chunks(folder: Path, source_number: int) -> None:
             has_first_word = has_first_word or FIRST_WORD.search(unit.links) is not None
     if linked >= FEWEST_TO_JUDGE and not has_first_word:
         raise UserError(
-            f"{source.links_path}: the links of {linked:,} pairs never have the number 0, so the file probably counts "
-            "words from 1. xscale counts words from 0: subtract 1 from both numbers of each link"
+            f"{source.file_with_links}: the links of {linked:,} pairs never have the number 0, so the file probably "
+            "counts words from 1. xscale counts words from 0: subtract 1 from both numbers of each link"
         )
     write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
@@ -205,7 +205,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
             counts["dropped_links"] += dropped
         kept.append(Unit(unit.number, unit.texts, links))
     write_lines(folder / f"clean/{chunk_number}.jsonl", map(unit_to_line, kept))
-    write_array(folder / f"clean/{chunk_number}.npy", unit_hashes(kept, source, rules.dedup == "near"))
+    write_array(folder / f"clean/{chunk_number}.npy", hashes_and_sentence_counts(kept, source, rules.dedup == "near"))
     write_json(folder / f"clean/{chunk_number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
 
 
@@ -223,23 +223,23 @@ def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
         if unit.record:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         raise UserError(
-            f"{source.links_path}: line {unit.number}: {form}. Correct the line. If the aligner read "
+            f"{source.file_with_links}: line {unit.number}: {form}. Correct the line. If the aligner read "
             "another version of the text, such as tokenised files, pass that version by --links_src FILE --links_tgt "
             "FILE (in corpus.yaml, by `linked:`)"
         ) from None
 
 
-def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.ndarray:
+def hashes_and_sentence_counts(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.ndarray:
     """Return a row of uint64 for each unit, whose columns EXACT, SENTENCES and FIRST_BAND name. The two sides of a pair
     are hashed in the order of their group."""
     in_order = [unit.texts for unit in units]
-    if source.pairs and source.langs != source.group:
+    if source.pairs and source.langs != source.sorted_langs:
         in_order = [texts[::-1] for texts in in_order]
-    exact = hash_texts_of_units(in_order)
+    exact = hash_text_lists(in_order)
     if source.pairs:
         sentences = np.ones(len(units), dtype="<u8")
-        first = hash_texts_of_units([texts[:1] for texts in in_order])
-        second = hash_texts_of_units([texts[1:] for texts in in_order])
+        first = hash_text_lists([texts[:1] for texts in in_order])
+        second = hash_text_lists([texts[1:] for texts in in_order])
     else:
         sentences = np.array(list(map(len, in_order)), dtype="<u8")
         first = second = exact
@@ -252,7 +252,7 @@ def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.n
 def write_unit_states(folder: Path, group_number: int) -> None:
     """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = read_plan(folder).corpus
-    group = corpus.groups[group_number]
+    group = corpus.language_groups[group_number]
     chunks = group_chunks(folder, group)
     tables = list[np.ndarray]()
     near_tables = list[np.ndarray]()
@@ -274,7 +274,11 @@ def write_unit_states(folder: Path, group_number: int) -> None:
         similar[similar] = occurs_earlier(np.concatenate([table[:, band] for table in near_tables]))
         state[similar & (state == KEPT)] = NEAR
     if not (state == KEPT).any():
-        names = [name for name, source in zip(corpus.names, corpus.sources, strict=True) if source.group == group]
+        names = [
+            name
+            for name, source in zip(corpus.source_names, corpus.sources, strict=True)
+            if source.sorted_langs == group
+        ]
         raise UserError(
             f"the rules remove all text in {'-'.join(group)} (sources: {', '.join(names)}). Change the rules, or "
             "correct the sources"
@@ -302,7 +306,8 @@ def occurs_once(values: np.ndarray) -> np.ndarray:
 def mark_held_out_units(state: np.ndarray, units: np.ndarray, sentence_limit: int) -> None:
     """Set the state of some kept units of a group to HELD_OUT, in the order of their texts' hashes. They have at most
     `sentence_limit` sentences together, and a unit with too many is passed over. No side of a pair that is held out
-    occurs in another kept pair of the group. units: the result of unit_hashes, with the columns before FIRST_BAND."""
+    occurs in another kept pair of the group. units: the result of hashes_and_sentence_counts, with
+    the columns before FIRST_BAND."""
     if not sentence_limit:
         return
     kept = np.flatnonzero(state == KEPT)
@@ -419,7 +424,7 @@ def make_records(unit: Unit, langs: tuple[str, ...], source_name: str) -> list[R
     return [Record(f"{key}.{number}", langs, (text,), doc=doc) for number, text in enumerate(unit.texts)]
 
 
-def write_chunk_shard(folder: Path, chunk_number: int) -> None:
+def write_shard_and_heldout_records(folder: Path, chunk_number: int) -> None:
     """Write the shard of a chunk, and the chunk's records that are held out."""
     chunk = all_chunks(folder)[chunk_number]
     corpus = read_plan(folder).corpus
@@ -432,8 +437,8 @@ def write_chunk_shard(folder: Path, chunk_number: int) -> None:
         if state in REMOVED:
             removed.add(REMOVED[state], unit.texts[: len(source.langs)])
             continue
-        records = make_records(unit, source.langs, corpus.names[chunk.source])
-        records = drop_wrong_lengths(folder, records, source, removed)
+        records = make_records(unit, source.langs, corpus.source_names[chunk.source])
+        records = drop_wrong_token_counts(folder, records, source, removed)
         if state == HELD_OUT:
             held_out += records
         elif records:
@@ -449,7 +454,9 @@ def write_chunk_shard(folder: Path, chunk_number: int) -> None:
     write_json(folder / f"tars/{chunk_number}.json", {"counts": counts, "removed": removed.to_json()})
 
 
-def drop_wrong_lengths(folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts) -> list[Record]:
+def drop_wrong_token_counts(
+    folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts
+) -> list[Record]:
     """Return the records that the rule length.tokens keeps, if the corpus's tokenizer was trained on its text. With an
     existing tokenizer, the step `clean` has applied the rule, and all records are returned."""
     corpus = read_plan(folder).corpus
@@ -481,7 +488,7 @@ def write_shard(path: Path, records: Iterable[Record]) -> None:
             members += 1
 
 
-def sum_counts_of_source(folder: Path, source_number: int) -> dict[str, Any]:
+def counts_and_removals_of_source(folder: Path, source_number: int) -> dict[str, Any]:
     """Return the sums of a source's counts over its chunks: {"counts": {name: number}, "removed": {rule: number},
     "examples": {rule: removed texts}}."""
     counts = Counter[str]()
@@ -494,22 +501,21 @@ def sum_counts_of_source(folder: Path, source_number: int) -> dict[str, Any]:
     return {"counts": counts, "removed": removed.counts, "examples": removed.examples}
 
 
-def move_source_shards(folder: Path, source_number: int) -> None:
+def move_and_index_source_shards(folder: Path, source_number: int) -> None:
     """Move the shards of a source to result/shards/NAME, numbered without gaps, and index them. A killed move can be
     repeated."""
     plan = read_plan(folder)
     corpus = plan.corpus
     source = corpus.sources[source_number]
-    out = folder / "result/shards" / corpus.names[source_number]
+    out = folder / "result/shards" / corpus.source_names[source_number]
     shards = 0
     for chunk in source_chunks(folder, source_number):
         if read_json(folder / f"tars/{chunk.number}.json")["counts"]["records"]:
             out.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # the shard was moved earlier
-                tar = folder / f"tars/{chunk.number}.tar"
-                tar.replace(out / f"{plan.shard_name or out.name}-{shards:06d}.tar")
+                (folder / f"tars/{chunk.number}.tar").replace(out / f"{plan.shard_name or out.name}-{shards:06d}.tar")
             shards += 1
-    summary = sum_counts_of_source(folder, source_number)
+    summary = counts_and_removals_of_source(folder, source_number)
     counts = {"lines": summary["counts"]["read"], "records": summary["counts"]["records"], **summary["removed"]}
     if summary["counts"]["dropped_links"]:
         counts["dropped_links"] = summary["counts"]["dropped_links"]
@@ -528,7 +534,7 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
     """Write the shards of a group's held-out records to result/heldout/LANGUAGES, and index them."""
     plan = read_plan(folder)
     records = defaultdict[tuple[str, ...], list[Record]](list)
-    for chunk in group_chunks(folder, plan.corpus.groups[group_number]):
+    for chunk in group_chunks(folder, plan.corpus.language_groups[group_number]):
         for line in (folder / f"held/{chunk.number}").read_bytes().splitlines():
             record = Record.from_dict(parse_json(line))
             records[record.langs].append(record)
@@ -562,14 +568,14 @@ def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
 STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
-    "select": PrepareStep(write_unit_states, lambda folder: len(read_plan(folder).corpus.groups)),
+    "select": PrepareStep(write_unit_states, lambda folder: len(read_plan(folder).corpus.language_groups)),
     "align": PrepareStep(
         write_links_of_direction, lambda folder: len(read_plan(folder).corpus.directions_to_word_align)
     ),
     "tokenizer": PrepareStep(write_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
-    "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
-    "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
-    "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.groups)),
+    "shards": PrepareStep(write_shard_and_heldout_records, lambda folder: len(all_chunks(folder))),
+    "gather": PrepareStep(move_and_index_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
+    "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.language_groups)),
     "lexicons": PrepareStep(write_truecased_lexicon, lambda folder: len(read_plan(folder).corpus.lexicons)),
 }
 """The steps in order."""

@@ -236,10 +236,10 @@ def _choose_alphabet(
     return kept
 
 
-def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
-    """Yield (language, text) of at most `limit` records of each source, in shard order."""
+def shard_texts(sources: list[Source], records_per_source: int) -> Iterator[tuple[str, str]]:
+    """Yield (language, text) of at most `records_per_source` records of each source, in shard order."""
     for source in sources:
-        for place in source.locate_records(np.arange(min(source.records, limit))):
+        for place in source.locate_records(np.arange(min(source.records, records_per_source))):
             yield from zip(source.langs, source.read(*place).texts, strict=True)
 
 

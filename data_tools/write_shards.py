@@ -110,7 +110,7 @@ def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
                 files.remove(path)
             steps.write_plan_and_clear_caches(folder, plan)
             do_steps(folder, "local", 1)
-            files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
+            files.rename_into_place(folder / "result/shards" / plan.corpus.source_names[0], out)
         finally:
             files.remove(folder)
 

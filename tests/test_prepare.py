@@ -1003,7 +1003,7 @@ def test_another_corpus_or_run_is_refused(
     folder.mkdir()
     with engine.lock_folder(folder), pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
         run(tmp_path, tree)
-    prepare.check_or_write_stamp(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
+    prepare.check_and_write_input_stamp(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     for other in ({"sources": [tree["sources"][0] | {"first": 6}]}, tree | {"heldout": {"pairs": 1}}):
@@ -1019,12 +1019,12 @@ def test_another_corpus_or_run_is_refused(
     with_tokenizer = load_corpus(written(tmp_path, tree | {"tokenizer": str(tmp_path / "tokenizer")}))
     (folder / "stamp.json").unlink()
     files.remove(folder / "done")
-    prepare.check_or_write_stamp(steps.CorpusPlan(with_tokenizer), folder)
+    prepare.check_and_write_input_stamp(steps.CorpusPlan(with_tokenizer), folder)
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     (tmp_path / "tokenizer" / "tokenizer.json").touch()
     with pytest.raises(UserError, match=r"a file that corpus\.yaml lists, .* changed"):
-        prepare.check_or_write_stamp(steps.CorpusPlan(with_tokenizer), folder)
+        prepare.check_and_write_input_stamp(steps.CorpusPlan(with_tokenizer), folder)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
 
