@@ -24,7 +24,7 @@ import numpy as np
 
 from xscale import files
 from xscale.data.link_projection import parse_pharaoh
-from xscale.data.ragged import evenly_spaced
+from xscale.data.ragged import evenly_spaced_indices
 from xscale.data.shards import Source, list_source_folders, read_index
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
@@ -129,7 +129,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
     files.map_in_threads(source.check_local_file, source.shards)
     source.check_link_segmentation()
     records = list[Record]()
-    for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):
+    for shard, record in source.locate_records(evenly_spaced_indices(source.records, SAMPLE)):
         records.append(source.renumber_links_by_xscale_words(source.read(shard, record)))
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
@@ -159,7 +159,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
             links["tokens_per_target"] = percentiles_of_links_per_token(linked, tokenizer)
         for name, value in links.items():
             print(f"  word alignments: {name} {value}")
-    for number in evenly_spaced(len(records), shown):
+    for number in evenly_spaced_indices(len(records), shown):
         print("  " + records[number].to_json())
     return {"directory": str(source.directory), "name": source.langs_name, "kind": source.kind,
             "records": source.records, "links": links}  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xscale.data.scripts import find_spellings, parse_language
 from xscale.data.shards import Source
-from xscale.data.text import read_blocks, read_lines
+from xscale.data.text import read_decompressed_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import list_visible_files, placeholder_problem
@@ -256,7 +256,7 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     number = 0
     try:
-        elements = iterparse(BlockFile(read_blocks(path, accept_utf16=True)), events=("start", "end"))
+        elements = iterparse(BlockFile(read_decompressed_blocks(path, accept_utf16=True)), events=("start", "end"))
         _, body = next(elements)
         if local_tag_name(body) != "tmx":
             raise UserError(

@@ -108,8 +108,9 @@ def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_L
 
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
     estimated_tokens = np.linspace(5, 100, 2048)
-    assert read(estimated_tokens, estimated_tokens).beyond is None
-    assert read(estimated_tokens, estimated_tokens).corrected_tokens(np.array([300.0]), MAX_LENGTH).tolist() == [300]
+    correction = read(estimated_tokens, estimated_tokens)
+    assert correction.beyond is None
+    assert correction.tokens_in_packed_rows(np.array([300.0]), MAX_LENGTH).tolist() == [300]
     dropped = read(estimated_tokens + 200, np.zeros(2048))
     assert (dropped.ratio, dropped.beyond) == (1.0, 0.0)
     cut = read(estimated_tokens + 200, np.full(2048, 128.0))
@@ -117,7 +118,7 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
 
 
 def test_without_measured_statistics_estimates_are_not_corrected() -> None:
-    assert Correction().corrected_tokens(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
+    assert Correction().tokens_in_packed_rows(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
 
 
 def test_it_is_kept_as_json(loader) -> None:

@@ -15,7 +15,7 @@ from xscale.data.lexicon import languages_in_file_name
 from xscale.data.scripts import choose_language_names, find_spellings, may_name_same_language, short_code
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream import lists_language_or_pair, unify_language_names
+from xscale.data.stream import covers_every_language, unify_language_names
 from xscale.errors import UserError
 from xscale.models.build import _assign_language_rows
 from xscale.objectives.contextual import _anchor_side
@@ -94,14 +94,14 @@ TINY = {"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1, "num_attentio
 @pytest.mark.parametrize(("code", "name"), EVERY)
 def test_recipes_dictionaries_and_anchors_know_every_spelling(code: str, name: str) -> None:
     for asked, written in ((code, name), (name, code)):
-        assert lists_language_or_pair([asked], (written,))
-        assert lists_language_or_pair([f"{asked}-xx"], ("xx", written)) and lists_language_or_pair(
+        assert covers_every_language([asked], (written,))
+        assert covers_every_language([f"{asked}-xx"], ("xx", written)) and covers_every_language(
             ["xx", asked], (written, "xx")
         )
-        assert not lists_language_or_pair(["yy"], (written,)) and not lists_language_or_pair(
+        assert not covers_every_language(["yy"], (written,)) and not covers_every_language(
             [f"{asked}-yy"], (written, "xx")
         )
-        assert not lists_language_or_pair([f"{asked}-xx"], (written,))
+        assert not covers_every_language([f"{asked}-xx"], (written,))
         assert languages_in_file_name(Path(f"{asked}-xx.txt"), ["xx", written, "yy"]) == (written, "xx")
         pair = Example(("xx", written), ([1], [2]), None, np.uint64(0))
         assert _anchor_side(pair, asked) == 1

@@ -18,9 +18,9 @@ from xscale.data.mixture import (
     Plan,
     PlanTable,
     draw_sources_systematically,
-    groups_by_sorted_order,
-    plain_groups_by_sorted_order,
-    stream_weights,
+    group_by_sorted_position,
+    plain_group_by_sorted_position,
+    sampling_probabilities,
 )
 from xscale.data.stream import Stream
 from xscale.errors import UserError
@@ -109,7 +109,7 @@ def rows_of(plan: Plan) -> list[dict[str, PlanTable]]:
     rows: list[dict[str, PlanTable]] = [{} for _ in range(plan.rows)]
     for name, table in plan.tables.items():
         for number, row in enumerate(rows):
-            row[name] = table.select(np.flatnonzero(table.row // plan.world == number))
+            row[name] = table.select_records(np.flatnonzero(table.row // plan.world == number))
     return rows
 
 
@@ -243,7 +243,7 @@ def test_streams_and_seeds_have_their_own_order() -> None:
 def test_weights_are_those_of_the_paper(alpha: float) -> None:
     """p_i = n_i^alpha / sum_j n_j^alpha over languages; several sources of a language share by their records."""
     sources: Any = [FakeSource("en", [600]), FakeSource("de", [50, 50]), FakeSource("en", [100, 200])]
-    found = stream_weights(pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources])
+    found = sampling_probabilities(pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources])
     p_en, p_de = 900**alpha / (900**alpha + 100**alpha), 100**alpha / (900**alpha + 100**alpha)
     assert found == pytest.approx([p_en * 600 / 900, p_de, p_en * 300 / 900])
     assert found.sum() == pytest.approx(1)
@@ -254,7 +254,7 @@ def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
     """hi-en beside en-hi: 300 + 100 records of one pair, which share by their records; also among what is drawn."""
     sources: Any = [FakeSource("en-hi", [300]), FakeSource("de-en", [800]), FakeSource("hi-en", [60, 40])]
     p = 400**alpha / (400**alpha + 800**alpha)
-    weights = stream_weights(pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources])
+    weights = sampling_probabilities(pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources])
     assert weights == pytest.approx([p * 3 / 4, 1 - p, p / 4])
     drawn = consumed(60, sources=sources, streams=[pairs("tlm", (0, 1, 2), 40)], alpha=alpha)
     assert abs(len(drawn["tlm", 2]) - 2400 * p / 4) < 4.5 * (2400 * p / 4) ** 0.5
@@ -315,4 +315,4 @@ def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypa
         expected[np.argsort(drawn[:-1], kind="stable")] = source
         assert (draw_sources_systematically(weights, samples, np.uint64(number)) == expected).all()
         ends = np.searchsorted(source, np.arange(len(weights)), side="right")
-        assert (plain_groups_by_sorted_order(drawn[:-1], ends) == groups_by_sorted_order(drawn[:-1], ends)).all()
+        assert (plain_group_by_sorted_position(drawn[:-1], ends) == group_by_sorted_position(drawn[:-1], ends)).all()

@@ -223,7 +223,7 @@ def test_types_of_streams_without_them_are_0() -> None:
 
 def test_auxiliary_rows_as_one_row() -> None:
     rows = [pack_row(random_stream_batches(seed, seed == 2), FILLER).auxiliary["b"] for seed in range(4)]
-    whole = Row.concat_auxiliary(rows)
+    whole = Row.concat_auxiliary_rows(rows)
     assert sequences_in(whole.tokens) == [sequence for row in rows for sequence in sequences_in(row.tokens)]
     assert whole.tokens.positions.tolist() == [n for row in rows for n in row.tokens.positions.tolist()]
     assert whole.tokens.longest == max(row.tokens.longest for row in rows)

@@ -102,7 +102,7 @@ def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
 def test_positions_go_on(plan: Loader) -> None:
     """No record is read twice in an epoch and none is left out, though lengths, languages and shares change."""
     read = Counter[tuple[Any, ...]]()
-    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.last_streams), 20):
+    for of_step in plan.start_planning(ALONE, "cpu", initial_state(plan.last_streams), 20):
         for stream, table in of_step.tables.items():
             places = (table.source, table.epoch, table.shard, table.record)
             read.update((stream, *place) for place in zip(*(array.tolist() for array in places), strict=True))

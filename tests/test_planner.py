@@ -25,7 +25,7 @@ from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import planner
 from xscale.data.loader import start_batch_workers, worker_count
 from xscale.data.mixture import Plan, initial_state
-from xscale.data.planner import Failure, Node, gather_ranks_of_node, start_planner
+from xscale.data.planner import Failure, Node, gather_node_and_listen, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
@@ -42,7 +42,7 @@ class Plans(Dataset):
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
     plans = (
-        start_planner(run, steps, gather_ranks_of_node(CpuGroup(alone=True)))
+        start_planner(run, steps, gather_node_and_listen(CpuGroup(alone=True)))
         if workers
         else (run.next_plan_of_rank() for _ in range(steps))
     )

@@ -217,7 +217,7 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(server: type[Handler], tm
     path.write_bytes(data[:first] + b"x" * (len(data) - first))
     readers = [open_pairs(server, tmp_path) for _ in range(3)]
     for reader in readers:
-        assert reader._open_file(path.name).read(1, int(first)) == b"x"  # all have the damaged file open
+        assert reader._open_file(path.name).pread(1, int(first)) == b"x"  # all have the damaged file open
     assert [reader.read(2, 5) for reader in readers] == [before] * 3 and server.requests[path.name] == 2
     assert path.read_bytes() == data
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, RobertaConfig, XLMRobertaConfig
 
-from xscale.data.tokenizer import Tokenizer, transformers_tokenizer
+from xscale.data.tokenizer import Tokenizer, load_transformers_tokenizer
 from xscale.eval.sentence_files import SentenceVectors
 from xscale.export import write_exported_model
 
@@ -140,6 +140,6 @@ def test_ids_are_those_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_tokenizer_that_needs_no_repair_is_left_as_it_is(demo: Path) -> None:
-    found = transformers_tokenizer(demo / "tokenizer")
+    found = load_transformers_tokenizer(demo / "tokenizer")
     assert type(found) is type(AutoTokenizer.from_pretrained(demo / "tokenizer"))
     assert found.backend_tokenizer.to_str() == Backend.from_file(str(demo / "tokenizer/tokenizer.json")).to_str()

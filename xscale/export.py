@@ -19,7 +19,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
-from xscale.data.tokenizer import transformers_tokenizer
+from xscale.data.tokenizer import load_transformers_tokenizer
 from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
@@ -138,7 +138,7 @@ def write_exported_model(
     """Write a model, its tokenizer, its card and the files of sentence-transformers."""
     config: Any = lm.config
     longest = max_sequence_tokens(config)
-    tokenizer = transformers_tokenizer(tokenizer_path)
+    tokenizer = load_transformers_tokenizer(tokenizer_path)
     tokenizer.model_max_length = longest
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     if read_xscale_field(config, str(out)).get("segments"):  # token types are a pair's two sentences, not languages

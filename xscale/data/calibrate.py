@@ -12,7 +12,7 @@ from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus
 from xscale.data.loader import StepDataset, shared_collate_context
 from xscale.data.mixture import Mixture, Plan
-from xscale.data.ragged import evenly_spaced
+from xscale.data.ragged import evenly_spaced_indices
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.data.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, cpu_group: CpuGroup) -> Calibratio
     records = min(max(LINE_RECORDS // len(sources), 8), 32)
     fits = list[Callable[[], tuple[float, float]]]()
     for source in sources:
-        fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
+        fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, records))
     fitted = Calibration(cpu_group.divide_work(fits), {})
     by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
@@ -88,7 +88,7 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
         group_of_sample[group] = number
     row = group_of_sample[table.sample]
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
-    rows = table.select(in_groups)._replace(row=row[in_groups])
+    rows = table.select_records(in_groups)._replace(row=row[in_groups])
     plan = Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0)
     batches = dataset.collate_rows(stream, plan, dataset.read_and_tokenise(stream, plan))
     return correction_from_groups(
@@ -148,15 +148,13 @@ def correction_from_groups(
     return Correction(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens_of_samples)), 4))
 
 
-def fit_tokens_to_bytes(
-    source: Source, tokenizer: Tokenizer, max_shards: int = LINE_SHARDS, records_per_shard: int = 32
-) -> tuple[float, float]:
+def fit_tokens_to_bytes(source: Source, tokenizer: Tokenizer, records_per_shard: int = 32) -> tuple[float, float]:
     """Return (a, b): a record has about a * bytes + b tokens. They are fitted to `records_per_shard` records of
-    each of at most `max_shards` shards."""
+    each of at most LINE_SHARDS shards."""
     tokens = list[float]()
     lengths = list[np.ndarray]()
-    for shard in evenly_spaced(len(source.counts), max_shards).tolist():
-        records = evenly_spaced(int(source.counts[shard]), records_per_shard)
+    for shard in evenly_spaced_indices(len(source.counts), LINE_SHARDS).tolist():
+        records = evenly_spaced_indices(int(source.counts[shard]), records_per_shard)
         lengths.append(source.byte_lengths(shard, records))
         for record in records.tolist():
             ids = tokenizer.encode(list(source.read(shard, record).texts))

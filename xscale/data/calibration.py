@@ -27,7 +27,7 @@ class Correction:
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
 
-    def corrected_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
+    def tokens_in_packed_rows(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
         are exact."""
         tokens = estimated_tokens * self.ratio

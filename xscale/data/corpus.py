@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.shards import Shard, Source, find_sources, keep_first_records_per_language, languages_of
+from xscale.data.shards import Shard, Source, drop_all_but_first_per_language, find_sources, languages_of
 from xscale.data.stream import (
     Stream,
     check_languages_have_text,
+    covers_every_language,
     languages_meant,
-    lists_language_or_pair,
     select_source_indices,
     unify_language_names,
 )
@@ -99,7 +99,7 @@ def open_corpus(
     cpu_group = cpu_group or CpuGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
-    sources = keep_first_records_per_language(all_sources, recipe.data.first)
+    sources = drop_all_but_first_per_language(all_sources, recipe.data.first)
     check_file_sizes(sources, cpu_group)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
@@ -171,7 +171,7 @@ def build_streams(
             raise UserError(f"streams.{name}.{problem}")
         stream_lexicons: tuple[Lexicon, ...] = ()
         if objective.needs == "lexicon":
-            stream_lexicons = select_lexicons(name, recipe, lexicons)
+            stream_lexicons = select_lexicons_to_train_on(name, recipe, lexicons)
         streams.append(
             Stream(
                 name,
@@ -245,13 +245,13 @@ def select_sources_with_word_links(stream: str, chosen: tuple[int, ...], sources
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data_folder: Path | None
 ) -> tuple[Lexicon, ...]:
-    """Return the dictionaries of a run, sorted by name: data.lexicons, or those beside the shards. data: the first
-    directory of --data. Raises UserError."""
+    """Return the dictionaries of a run, sorted by name: data.lexicons, or those beside the shards. data_folder: the
+    first directory of --data. Raises UserError."""
     paths = list(map(Path, recipe.data.lexicons))
-    if not paths and data:
-        paths = find_lexicon_paths(sources, data)
+    if not paths and data_folder:
+        paths = find_lexicon_paths(sources, data_folder)
     languages = languages_of(sources)
     loaded = list[Lexicon]()
     for path in paths:
@@ -267,7 +267,7 @@ def load_lexicons(
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
-def select_lexicons(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> tuple[Lexicon, ...]:
+def select_lexicons_to_train_on(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> tuple[Lexicon, ...]:
     """Return the dictionaries that a stream reads, without withheld entries: those of which it lists both languages. A
     stream of a single language reads all dictionaries of that language. recipe: that of the stream's phase. Raises
     UserError if the dictionaries have no entry."""
@@ -276,7 +276,7 @@ def select_lexicons(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     for lexicon in lexicons:
         if (
             languages is None
-            or lists_language_or_pair(languages, lexicon.langs)
+            or covers_every_language(languages, lexicon.langs)
             or (len(languages) == 1 and languages_meant(languages[0], lexicon.langs))
         ):
             selected.append(without_withheld(lexicon, recipe.data.lexicon_heldout))
@@ -293,10 +293,10 @@ def select_lexicons(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
 # The tokenizer
 
 
-def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path | None) -> str:
+def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data_folder: Path | None) -> str:
     """Return the directory or hub name of the tokenizer: model.tokenizer, or else that of model.init, or else the one
-    beside the shards. init_directory: see `init` of open_corpus. data: the first directory of --data. Raises UserError
-    if there is no tokenizer."""
+    beside the shards. init_directory: see `init` of open_corpus. data_folder: the first directory of --data. Raises
+    UserError if there is no tokenizer."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -311,18 +311,18 @@ def find_tokenizer(recipe: Recipe, init_directory: Path | str | None, data: Path
                 f"RUN {init}`"
             )
         return init  # a hub name
-    if data is None:
+    if data_folder is None:
         raise UserError(
             "the run has no tokenizer. xscale looks for a tokenizer beside local shards, but every --data is a URL. "
             "Set model.tokenizer=DIR"
         )
-    for folder in (data, data.resolve().parent):
+    for folder in (data_folder, data_folder.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
     raise UserError(
         f"there is no {f'tokenizer in model.init {init}, and no folder' if init else 'folder'} tokenizer/ in "
-        f"{data} or its parent folder. Train a tokenizer: `xscale data tokenizer --data {data} --out "
-        f"{data / 'tokenizer'}`, or set model.tokenizer=DIR"
+        f"{data_folder} or its parent folder. Train a tokenizer: `xscale data tokenizer --data {data_folder} --out "
+        f"{data_folder / 'tokenizer'}`, or set model.tokenizer=DIR"
     )
 
 

@@ -117,7 +117,7 @@ class Synonym(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def same_length_translations(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
+def token_for_token_translations(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language in all its dictionaries, sorted by token ids. A
     translation is returned only if it has as many tokens as the word, and every token differs."""
     synonyms_of: dict[Word, set[Synonym]] = {}
@@ -264,11 +264,11 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
     return list(entries)
 
 
-def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
-    """Return the dictionaries for the languages of the sources in the folder `lexicon` of `data`, or if it has none, in
-    that of its parent. Of two files of a pair, such as de-en and en-de, return only the first by name."""
+def find_lexicon_paths(sources: list[Source], data_folder: Path) -> list[Path]:
+    """Return the dictionaries for the languages of the sources in the folder `lexicon` of `data_folder`, or if it has
+    none, in that of its parent. Of two files of a pair, such as de-en and en-de, return only the first by name."""
     languages = languages_of(sources)
-    for folder in (data, data.resolve().parent):
+    for folder in (data_folder, data_folder.resolve().parent):
         path_of_pair: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
             with suppress(UserError):  # the name is not that of a pair

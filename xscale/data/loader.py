@@ -23,9 +23,9 @@ from xscale.data.packed_row import Row, pack_row
 from xscale.data.planner import (
     Failure,
     Plans,
-    gather_ranks_of_node,
+    failure_or_raise_bug,
+    gather_node_and_listen,
     ignore_signals_and_die_with_parent,
-    reportable_failure,
     retry_hung_forks,
     start_planner,
 )
@@ -128,7 +128,7 @@ class StepDataset(Dataset):
                 stream_batches[stream.name] = self.collate_rows(stream, plan, examples)
         except (UserError, OSError) as error:
             # DataLoader would wrap a raised error, and lose its errno and file.
-            return reportable_failure(error, f"step {plan.step + 1}: ")
+            return failure_or_raise_bug(error, f"step {plan.step + 1}: ")
         rows = list[Row]()
         for number in range(plan.rows):
             row_batches = {name: batches[number] for name, batches in stream_batches.items()}
@@ -342,7 +342,7 @@ class Loader:
         contexts = self.recipe.schedule.map(lambda recipe: shared_collate_context(self.corpus, recipe))
         return StepDataset(self.corpus.sources, self.corpus.streams, contexts, readahead)
 
-    def plans(
+    def start_planning(
         self, process: Process, device: str, state: dict[str, Any], steps: int, cpu_group: CpuGroup | None = None
     ) -> Plans:
         """Return the plans of the next steps. If there are workers, a planner process makes them: one for each rank, or
@@ -350,11 +350,11 @@ class Loader:
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_plan_of_rank() for _ in range(steps))
-        return start_planner(mixture, steps, gather_ranks_of_node(cpu_group or CpuGroup(alone=True)))
+        return start_planner(mixture, steps, gather_node_and_listen(cpu_group or CpuGroup(alone=True)))
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""
-        return self.batches_of_plans(process, device, self.plans(process, device, state, steps))
+        return self.batches_of_plans(process, device, self.start_planning(process, device, state, steps))
 
     def batches_of_plans(self, process: Process, device: str, plans: Plans) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each plan."""

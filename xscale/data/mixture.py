@@ -22,7 +22,7 @@ from xscale import rng
 from xscale.data.balance import assign_to_rows
 from xscale.data.calibration import Calibration, Correction
 from xscale.data.order import EpochOrder
-from xscale.data.ragged import NO_NUMBERS, evenly_spaced
+from xscale.data.ragged import NO_NUMBERS, evenly_spaced_indices
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.errors import UserError
@@ -44,8 +44,8 @@ class Position(NamedTuple):
     records: int
     """The number of records read in the epoch."""
     rooms: tuple[tuple[int, int], ...] = ()
-    """(records, room) for each change of the room, Mixture.max_sample_tokens, in the epoch: up to `records`, the room
-    was `room`."""
+    """(records, room) for each change of the room, max_tokens_of_text_sample of Mixture, in the epoch: up to `records`,
+    the room was `room`."""
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Position":
@@ -74,9 +74,9 @@ class PlanTable(NamedTuple):
     row: np.ndarray = NO_NUMBERS
     """Number of the packed row; row r of rank k has the number r * world + k. Empty until rows are assigned."""
 
-    def select(self, places: np.ndarray) -> "PlanTable":
+    def select_records(self, indices: np.ndarray) -> "PlanTable":
         """Return the records at these indices."""
-        return PlanTable(*[column[places] for column in self])
+        return PlanTable(*[column[indices] for column in self])
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Plan:
                 for row in range(part.rank, self.rows * self.world, self.world):
                     in_row = by_row[borders[row] : borders[row + 1]]
                     places.append(in_row[np.argsort(table.sample[in_row], kind="stable")])
-                part.tables[name] = table.select(np.concatenate(places))
+                part.tables[name] = table.select_records(np.concatenate(places))
         return parts
 
     def record_counts_of_rows(self, stream: str) -> list[int]:
@@ -149,13 +149,13 @@ class Mixture:
         self.world = world
         self.state = state or initial_state(streams.last)
         """The state, as checkpoints have it: "step", the number of planned steps; "positions" of each stream, by its
-        name, in each of its sources; "order", see ORDER; "room", `max_sample_tokens` of the last planned
+        name, in each of its sources; "order", see ORDER; "room", `max_tokens_of_text_sample` of the last planned
         step. In a fork with other sources, "sources_at_start" has the number of sources that each stream had
         before."""
         weights = list[list[np.ndarray]]()
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
-            weights.append([stream_weights(stream, sources, config.alpha, sizes) for stream in phase_streams])
+            weights.append([sampling_probabilities(stream, sources, config.alpha, sizes) for stream in phase_streams])
         self.weights = Schedule(streams.ends, tuple(weights))
         """For each phase and stream, the probability of each of the stream's sources."""
         self._orders: dict[tuple[str, int], EpochOrder] = {}
@@ -183,7 +183,7 @@ class Mixture:
             estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
             correction = self.corrections.at(step).get(stream.name, Correction())
             tables[stream.name] = table
-            tokens[stream.name] = correction.corrected_tokens(estimated, max_length)
+            tokens[stream.name] = correction.tokens_in_packed_rows(estimated, max_length)
         # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
         row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, max_length))
@@ -197,7 +197,7 @@ class Mixture:
             "step": step + 1,
             "positions": positions,
             "order": ORDER,
-            "room": self.max_sample_tokens,
+            "room": self.max_tokens_of_text_sample,
         }
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
 
@@ -218,7 +218,7 @@ class Mixture:
         return table, positions
 
     @property
-    def max_sample_tokens(self) -> int:
+    def max_tokens_of_text_sample(self) -> int:
         """The room: the maximum number of estimated tokens of a sample of running text in the next step."""
         return int(PACK_FILL * self.data.at(self.state["step"]).max_length)
 
@@ -232,11 +232,11 @@ class Mixture:
 
     def _positions(self, stream: Stream) -> list[Position]:
         """Return the stream's position in each of its sources. A change of the room since the last step is added."""
-        room_before = self.state.get("room", self.max_sample_tokens)
+        room_before = self.state.get("room", self.max_tokens_of_text_sample)
         positions = list[Position]()
         for numbers in self.state["positions"][stream.name]:
             position = Position.from_list(numbers)
-            if stream.reads_running_text and room_before != self.max_sample_tokens:
+            if stream.reads_running_text and room_before != self.max_tokens_of_text_sample:
                 position = position._replace(rooms=(*position.rooms, (position.records, room_before)))
             positions.append(position)
         return positions
@@ -281,7 +281,7 @@ class Mixture:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
         changes."""
         source = self.sources[source_index]
-        rooms = (*position.rooms, (source.records, self.max_sample_tokens)) if stream.reads_running_text else ()
+        rooms = (*position.rooms, (source.records, self.max_tokens_of_text_sample)) if stream.reads_running_text else ()
         kept = self._orders.get((stream.name, source_index))
         if kept and kept.epoch == position.epoch and kept.rooms == rooms:
             return kept
@@ -316,7 +316,7 @@ def source_sizes(sources: list[Source], calibration: Calibration, unit: str) -> 
     lines = calibration.lines if unit == "tokens" else [(1.0, 0.0)] * len(sources)
     sizes = []
     for source, (a, b) in zip(sources, lines, strict=True):
-        shards = evenly_spaced(len(source.counts), SIZED).tolist()
+        shards = evenly_spaced_indices(len(source.counts), SIZED).tolist()
         lengths = np.concatenate([source.byte_lengths(shard, slice(None)) for shard in shards])
         sizes.append(source.records * (a * float(lengths.mean()) + b))
     return sizes
@@ -326,7 +326,7 @@ SIZED = 4
 """The number of shards from which the mean length of a source's records is estimated."""
 
 
-def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
+def sampling_probabilities(stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
     """Return the probability of each of the stream's sources; idle sources have the probability 0. sizes: the size of
     each source of the run.
 
@@ -364,10 +364,10 @@ def draw_sources_systematically(probabilities: np.ndarray, sample_count: int, ke
     drawn = rng.uniform(key, np.arange(sample_count + 1, dtype=np.uint64))
     points = (np.arange(sample_count) + drawn[-1]) / sample_count
     ends = np.append(np.searchsorted(points, np.cumsum(probabilities)[:-1]), sample_count)
-    return groups_by_sorted_order(drawn[:-1], ends)
+    return group_by_sorted_position(drawn[:-1], ends)
 
 
-def plain_groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+def plain_group_by_sorted_position(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
     """Rank the numbers in ascending order, from 0. Return 0 for ranks below group_ends[0], 1 for the other ranks below
     group_ends[1], and so on. group_ends: in ascending order; group_ends[-1] is len(numbers)."""
     rank = np.empty(len(numbers), dtype=np.int64)
@@ -375,8 +375,8 @@ def plain_groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) ->
     return np.searchsorted(group_ends, rank, side="right")
 
 
-def groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
-    """Return the same as plain_groups_by_sorted_order, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
+def group_by_sorted_position(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
+    """Return the same as plain_group_by_sorted_position, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
 
     The leading bits of nearly every number decide its place. Only the other numbers are sorted.
     """
@@ -394,7 +394,7 @@ def groups_by_sorted_order(numbers: np.ndarray, group_ends: np.ndarray) -> np.nd
 
 
 BUCKETS = 1 << 12
-"""The number of entries of the table that `groups_by_sorted_order` looks up by the leading bits of a random number."""
+"""The number of entries of the table in which `group_by_sorted_position` looks up the leading bits of a number."""
 
 
 def describe_sources_read(

@@ -79,7 +79,7 @@ class Row:
     "auxiliary_places" and "auxiliary_squares" are the corresponding numbers of the auxiliary rows."""
 
     @staticmethod
-    def concat_auxiliary(rows: Sequence["Row"]) -> "Row":
+    def concat_auxiliary_rows(rows: Sequence["Row"]) -> "Row":
         """Return the sequences and states of several auxiliary rows as one row, in the order of the rows."""
         if len(rows) == 1:
             return rows[0]

@@ -36,11 +36,11 @@ Failure = RankError | OSError
 Plans = Iterator[Plan | Failure]
 
 
-def reportable_failure(error: UserError | OSError, where: str = "") -> Failure:
+def failure_or_raise_bug(error: UserError | OSError, message_start: str = "") -> Failure:
     """Return the failure for an error that a user can mend, such as a full disk. Raise any other error, because it is a
-    bug. where: the beginning of the message."""
+    bug. message_start: the beginning of the message of a UserError."""
     if isinstance(error, UserError):
-        return RankError(f"{where}{error}")
+        return RankError(f"{message_start}{error}")
     if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
         raise error
     return OSError(error.errno, error.strerror, error.filename or "a file")
@@ -57,7 +57,7 @@ class Node(NamedTuple):
     """The listening socket; None on all ranks of the node but the first."""
 
 
-def gather_ranks_of_node(cpu_group: CpuGroup) -> Node:
+def gather_node_and_listen(cpu_group: CpuGroup) -> Node:
     """Return this rank's node. All ranks of `cpu_group` call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
@@ -165,7 +165,7 @@ def _run_planner(mixture: Mixture, steps: int, node: Node) -> None:
                     fetchers.submit(source.fetch_shard, shard)  # the reader of the shard reports a failure
             send(mixture.next_plan().parts_of_ranks([*connections]))
     except (UserError, OSError) as error:
-        send([reportable_failure(error)] * len(connections))
+        send([failure_or_raise_bug(error)] * len(connections))
     finally:
         fetchers.shutdown(wait=False, cancel_futures=True)
 

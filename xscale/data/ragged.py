@@ -55,6 +55,6 @@ def distinct_pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.stack(np.divmod(codes, width), axis=1)
 
 
-def evenly_spaced(n: int, most: int) -> np.ndarray:
-    """Return at most `most` evenly spaced numbers of range(n), including the first and the last."""
-    return np.unique(np.linspace(0, n - 1, most).round().astype(int))
+def evenly_spaced_indices(count: int, max_indices: int) -> np.ndarray:
+    """Return at most `max_indices` evenly spaced numbers of range(count), including the first and the last."""
+    return np.unique(np.linspace(0, count - 1, max_indices).round().astype(int))

@@ -84,7 +84,7 @@ class Remote:
                     call_with_retries(f"{self.url}/{name}", copy)
 
 
-def open_remote(url: str, cache: Path) -> Remote:
+def fetch_remote_index(url: str, cache: Path) -> Remote:
     """Fetch the index.json of the source at a URL, and return the source. cache: the folder of the cache. Raises
     OSError; UserError if there is no index.json, or no such protocol."""
     try:

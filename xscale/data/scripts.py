@@ -59,17 +59,17 @@ def check_language_name(name: str) -> None:
         )
 
 
-def _first_codes(table: str) -> dict[str, str]:
-    """Return {other code: first code of its group}. table: groups of codes, separated by commas."""
+def _map_to_first_codes(groups_of_codes: str) -> dict[str, str]:
+    """Return {other code: first code of its group}. groups_of_codes: separated by commas."""
     first_codes = {}
-    for group in table.split(", "):
+    for group in groups_of_codes.split(", "):
         first, *others = group.split()
         first_codes.update(dict.fromkeys(others, first))
     return first_codes
 
 
-_CODE_OF_SPELLING = _first_codes(_SPELLINGS)
-_CODE_OF_MEMBER = _first_codes(_MEMBERS)
+_CODE_OF_SPELLING = _map_to_first_codes(_SPELLINGS)
+_CODE_OF_MEMBER = _map_to_first_codes(_MEMBERS)
 
 
 @dataclass(frozen=True)

@@ -176,15 +176,15 @@ def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
     )
 
 
-def truncate_pair(pair: Example, excess: int) -> Example:
-    """Return the pair without the last tokens of its texts, `excess` tokens together. Each text keeps at least one
+def truncate_texts_in_proportion(pair: Example, excess_tokens: int) -> Example:
+    """Return the pair without the last tokens of its texts, `excess_tokens` together. Each text keeps at least one
     token."""
     first, second = pair.ids
-    cut_first = round(excess * len(first) / (len(first) + len(second)))
+    cut_first = round(excess_tokens * len(first) / (len(first) + len(second)))
     cut_first = min(cut_first, len(first) - 1)
-    cut_first = max(cut_first, excess - (len(second) - 1))
+    cut_first = max(cut_first, excess_tokens - (len(second) - 1))
     keep_first = len(first) - cut_first
-    keep_second = len(second) - (excess - cut_first)
+    keep_second = len(second) - (excess_tokens - cut_first)
     words = pair.words
     if words is not None:
         words = (words[0].select_tokens(0, keep_first), words[1].select_tokens(0, keep_second))

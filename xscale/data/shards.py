@@ -32,8 +32,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from xscale.data import words
 from xscale.data.link_projection import project_links
-from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Remote, cache_folder, open_remote
+from xscale.data.ragged import evenly_spaced_indices
+from xscale.data.remote import Remote, cache_folder, fetch_remote_index
 from xscale.data.text import stripped_piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, check_link_is_not_broken, placeholder_problem, sha256_file
@@ -132,7 +132,7 @@ class Source:
     def with_evenly_spaced_shards(self, max_shards: int) -> "Source":
         """Return a copy with at most `max_shards` of the shards, evenly spaced. Its `records` still counts all
         records."""
-        chosen = evenly_spaced(len(self.counts), max_shards)
+        chosen = evenly_spaced_indices(len(self.counts), max_shards)
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
         source.counts = self.counts[chosen]
@@ -210,9 +210,9 @@ class Source:
 
     def index_entries(self, shard: int) -> np.ndarray:
         """Return the entry of each record of a shard [n_records]. Raises UserError if the entries are damaged."""
-        return np.frombuffer(self._index_entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
+        return np.frombuffer(self._verified_entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
-    def _index_entry_bytes(self, shard: int, first: int, end: int) -> bytes:
+    def _verified_entry_bytes(self, shard: int, first: int, end: int) -> bytes:
         """Return the bytes of the entries of records `first` to `end` - 1 of a shard. Raises UserError if they have
         another checksum than in the index.json that this process has read."""
         start = int(self.starts[shard])
@@ -220,7 +220,7 @@ class Source:
         with suppress(FileNotFoundError):
             file = self._open_file(ENTRIES)
             if file.entries_have_checksum(shard, start, self.shards[shard]):
-                return file.read((end - first) * ENTRY.size, (start + first) * ENTRY.size)
+                return file.pread((end - first) * ENTRY.size, (start + first) * ENTRY.size)
             problem = "does not have the checksums that index.json gave at the start of the run"
         remedy = f"Copy the file again, or run `xscale data index {self.directory}`"
         if self.remote:
@@ -278,7 +278,7 @@ class Source:
         for _ in range(attempts):
             self.fetch_shard(shard, damaged_inode)
             file = self._open_file(about.name, readahead)
-            data = file.read(length, offset)
+            data = file.pread(length, offset)
             if data and zlib.crc32(data) == crc:
                 return data
             if self.remote:  # the second read fetches the shard again, and opens the new file
@@ -318,7 +318,7 @@ class Source:
         part's entry in the shard. max_parts: the maximum number of parts."""
         first = max(record - max_parts, 0)
         end = min(record + 1 + max_parts, int(self.counts[shard]))
-        near = np.frombuffer(self._index_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
+        near = np.frombuffer(self._verified_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         is_of_text = near["offset"] == near["offset"][record - first]
         number = int(is_of_text[: record - first].sum())
         parts = int(is_of_text.sum())
@@ -331,7 +331,7 @@ class Source:
         """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
-        return ENTRY.unpack(self._index_entry_bytes(shard, record, record + 1))
+        return ENTRY.unpack(self._verified_entry_bytes(shard, record, record + 1))
 
     def _open_file(self, name: str, readahead: bool = False) -> "OpenFile":
         """Return a file of the directory, open for reading. readahead: see `read`."""
@@ -356,9 +356,9 @@ class OpenFile:
         if self.fd >= 0:
             close(self.fd)
 
-    def read(self, size: int, at: int) -> bytes:
+    def pread(self, size: int, offset: int) -> bytes:
         try:
-            return os.pread(self.fd, size, at)
+            return os.pread(self.fd, size, offset)
         except OSError as error:
             error.filename = self.path
             raise
@@ -375,7 +375,7 @@ class OpenFile:
             self.changed = changed
             self.intact = {}
         if shard not in self.intact:
-            data = self.read(about.records * ENTRY.size, first_entry * ENTRY.size)
+            data = self.pread(about.records * ENTRY.size, first_entry * ENTRY.size)
             self.intact[shard] = zlib.crc32(data) == about.idx_crc32
         return self.intact[shard]
 
@@ -512,7 +512,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            remote = open_remote(location, cache_folder(cache))
+            remote = fetch_remote_index(location, cache_folder(cache))
             sources.append(Source(remote.folder, remote))
             continue
         check_link_is_not_broken(location)
@@ -557,7 +557,7 @@ def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> Non
             )
 
 
-def keep_first_records_per_language(sources: list[Source], first: int | None) -> list[Source]:
+def drop_all_but_first_per_language(sources: list[Source], first: int | None) -> list[Source]:
     """Remove all records of each language or pair but its first `first` records; None: keep all. Return the sources
     that still have records."""
     if first is None:
@@ -590,4 +590,4 @@ def evenly_spaced_record_runs(record_count: int, most: int) -> np.ndarray:
     """Return the numbers of at most `most` of the records: all of them, or evenly spaced runs of RUN."""
     if record_count <= most:
         return np.arange(record_count)
-    return (evenly_spaced(record_count // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()
+    return (evenly_spaced_indices(record_count // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

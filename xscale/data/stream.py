@@ -71,7 +71,7 @@ class Stream:
         return sum(sources[source].records for source in self.active_sources)
 
 
-def lists_language_or_pair(languages: list[str], langs: tuple[str, ...]) -> bool:
+def covers_every_language(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`. The pair (en, de) is listed by "en-de", by
     "de-en", and by "en" together with "de"."""
     return set(langs) == set().union(*(languages_meant(name, langs) for name in languages))
@@ -132,7 +132,7 @@ def matching_source_indices(record_kind: str, languages: list[str] | None, sourc
     """Return the indices of the sources with this kind of record, in these languages; None: in any language."""
     chosen = list[int]()
     for number, source in enumerate(sources):
-        if source.kind == record_kind and (languages is None or lists_language_or_pair(languages, source.langs)):
+        if source.kind == record_kind and (languages is None or covers_every_language(languages, source.langs)):
             chosen.append(number)
     return tuple(chosen)
 

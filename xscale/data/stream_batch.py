@@ -14,7 +14,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_from_counts
-from xscale.data.sequences import Example, Sequences, truncate_pair
+from xscale.data.sequences import Example, Sequences, truncate_texts_in_proportion
 from xscale.data.shards import sorted_pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import Counts
@@ -57,7 +57,7 @@ class CollateContext:
             if excess <= 0:
                 fitting.append(pair)
             elif self.overlong == "truncate":
-                fitting.append(truncate_pair(pair, excess))
+                fitting.append(truncate_texts_in_proportion(pair, excess))
         return fitting
 
     def group_numbers(self, sequences: Sequences) -> np.ndarray:

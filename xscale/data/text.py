@@ -47,7 +47,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     line = ""
     try:
-        for number, raw in enumerate(_split_lines(read_blocks(path)), start=1):
+        for number, raw in enumerate(_split_lines(read_decompressed_blocks(path)), start=1):
             if len(raw) > _LONGEST_LINE:
                 raise UserError(
                     f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes. Split or remove this line"
@@ -64,7 +64,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         )
 
 
-def read_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
+def read_decompressed_blocks(path: Path, accept_utf16: bool = False) -> Iterator[bytes]:
     """Yield the bytes of a file in blocks. A file with a suffix of compression is decompressed. accept_utf16: accept
     UTF-16 as text, too. Raises UserError, also if the file is empty, a pointer of Git LFS, a web page, or not text."""
     lines = 0

@@ -78,7 +78,7 @@ def require_sentencepiece_package(folder: Path) -> None:
         )
 
 
-def transformers_tokenizer(path: str | Path) -> Any:
+def load_transformers_tokenizer(path: str | Path) -> Any:
     """Return transformers' tokenizer of a folder or hub name, with the parts of its tokenizer.json.
 
     For some classes, transformers 5 builds these parts itself and ignores those of tokenizer.json. So
@@ -130,7 +130,7 @@ class Tokenizer:
         if pointer:  # transformers may read the three lines of a Git LFS pointer as a vocabulary
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
-            tokenizer = transformers_tokenizer(path)
+            tokenizer = load_transformers_tokenizer(path)
             special = special_ids(tokenizer)
             ids = [*tokenizer.get_vocab().values()]
         except Exception as error:

@@ -80,17 +80,17 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     links, the combined hidden states of the tokens that it is linked to (H* of the paper).
     """
     pairs = context.fit_pairs(samples)
-    layout = []
+    text_numbers = []
     for p, side in enumerate(draw_first_sides(pairs, options.shuffle_sides)):
-        layout.append([2 * p + side, 2 * p + 1 - side])
-    sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
+        text_numbers.append([2 * p + side, 2 * p + 1 - side])
+    sequences = join_segments(context.tokenizer, links.segments_of_texts(pairs, text_numbers), context.language_ids)
     stream_batch = masked_lm(
         sequences, context, mask_prob=options.mask_prob, types=context.token_type_field(False), term="mono"
     )
     masked = stream_batch.states["masked"].columns
-    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
+    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
     of_one_kind = is_word_K2[:, 0] == is_word_K2[:, 1]
-    tokens_of_words = links.word_tokens(pairs, layout, sequences, options.expand)
+    tokens_of_words = links.word_tokens(pairs, text_numbers, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)
     # linked_R: indices in `masked` of the tokens with links. partners: the tokens to which these are linked.
     linked_R, partners = links.sum_linked_states(A, masked, len(sequences.ids))

@@ -86,13 +86,13 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         side = _anchor_side(pair, options.anchor)
         anchors.append([2 * p + side])
         others.append([2 * p + 1 - side])
-    layout = anchors + others
-    sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
-    last = links.word_tokens(pairs, layout, sequences, "last")
+    text_numbers = anchors + others
+    sequences = join_segments(context.tokenizer, links.segments_of_texts(pairs, text_numbers), context.language_ids)
+    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
+    last = links.word_tokens(pairs, text_numbers, sequences, "last")
     usable = are_one_to_one(links_K2) & is_word_K2.all(axis=1)
     first, second = links.token_links(links_K2[usable], last).T
-    alone = join_segments(context.tokenizer, links.segments_of_layout(pairs, anchors), context.language_ids)
+    alone = join_segments(context.tokenizer, links.segments_of_texts(pairs, anchors), context.language_ids)
     anchor_tokens = Gather.single(np.flatnonzero(~context.tokenizer.is_special[alone.ids]))
     is_special = context.tokenizer.is_special[sequences.ids]
     return StreamBatch(

@@ -41,11 +41,11 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     """Return the batch of samples, each of which is a single pair. Its sequences are all first sides, then all second
     sides. Its states are "first" and "second" [S], sums over the sub-words of the two words of each link."""
     pairs = context.fit_pairs(samples)
-    layout = [[2 * p] for p in range(len(pairs))]
-    layout += [[2 * p + 1] for p in range(len(pairs))]
-    sequences = join_segments(context.tokenizer, links.segments_of_layout(pairs, layout), context.language_ids)
-    links_K2, is_word_K2 = links.links_and_word_flags(pairs)
-    word_tokens = links.word_tokens(pairs, layout, sequences, "all")
+    text_numbers = [[2 * p] for p in range(len(pairs))]
+    text_numbers += [[2 * p + 1] for p in range(len(pairs))]
+    sequences = join_segments(context.tokenizer, links.segments_of_texts(pairs, text_numbers), context.language_ids)
+    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
+    word_tokens = links.word_tokens(pairs, text_numbers, sequences, "all")
     has_tokens_K2 = word_tokens.lengths[links_K2] > 0
     usable = are_one_to_one(links_K2) & (is_word_K2 & has_tokens_K2).all(axis=1)
     first_tokens, first_counts = word_tokens.select_lists(links_K2[usable, 0])

@@ -6,7 +6,7 @@ from contextlib import suppress
 from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
 from xscale.data.loader import Loader
-from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
+from xscale.data.mixture import PACK_FILL, sampling_probabilities, source_sizes
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError, redact
@@ -148,7 +148,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     for stream in loader.last_streams:
         texts = list[str]()
         names = [loader.corpus.sources[number].sorted_langs_name for number in stream.sources]
-        weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
+        weights = sampling_probabilities(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
         for number, name, weight in zip(stream.sources, names, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
             if stream.reads_running_text:

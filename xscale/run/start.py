@@ -142,7 +142,7 @@ def set_up_training(
     data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
-    plans = loader.plans(context.process, run.hardware.device, data_state, left, context.cpu_group)
+    plans = loader.start_planning(context.process, run.hardware.device, data_state, left, context.cpu_group)
     context.watch.note("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:

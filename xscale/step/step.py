@@ -159,7 +159,7 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     for group in group_rows_by_tokens([row.cost["auxiliary_tokens"] for row in rows], max_tokens):
         torch.manual_seed(rng.torch_seed("beside", *seeds[group[0]]))  # this string is part of the seed and must stay
         for stream in rows[0].auxiliary:
-            joined = Row.concat_auxiliary([rows[number].auxiliary[stream] for number in group])
+            joined = Row.concat_auxiliary_rows([rows[number].auxiliary[stream] for number in group])
             arrays = [rows[number].arrays[stream] for number in group]
             on_device = joined.to(rows[0].labels.device)
             states = module.auxiliary_states[stream].encode(module.encoder, on_device, arrays)
