@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, count, islice, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from xscale.data.scripts import find_spellings, parse_language
 from xscale.data.shards import Source
@@ -177,7 +177,7 @@ def read_paragraphs(path: Path, form: str, line_numbers: Iterator[int]) -> Itera
             starts = True
 
 
-def guess_text_form(head: list[str]) -> str:
+def guess_text_form(head: list[str]) -> Literal["doc", "blank", "lines"]:
     """Return the form of a file, given its first lines: "doc" if it begins with WikiExtractor's tag, "blank" if blank
     lines divide it into short blocks, else "lines"."""
     text = "\n".join(head).strip("\n")

@@ -201,7 +201,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
             continue
         links = None
         if unit.links is not None:
-            links, dropped = project_unit_links(unit, source)
+            links, dropped = renumber_links_to_clean_texts(unit, source)
             counts["dropped_links"] += dropped
         kept.append(Unit(unit.number, unit.texts, links))
     write_lines(folder / f"clean/{chunk_number}.jsonl", map(unit_to_line, kept))
@@ -209,7 +209,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
     write_json(folder / f"clean/{chunk_number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
 
 
-def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
+def renumber_links_to_clean_texts(unit: Unit, source: SourceSpec) -> tuple[str, int]:
     """Return a pair's links, renumbered to the words of its clean texts, and how many links were dropped, such as
     those between a word and a symbol. Raises UserError."""
     assert unit.links is not None and unit.linked

@@ -243,7 +243,7 @@ def shard_texts(sources: list[Source], records_per_source: int) -> Iterator[tupl
             yield from zip(source.langs, source.read(*place).texts, strict=True)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_and_check_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="xscale data tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -284,7 +284,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    args = parse_and_check_arguments(argv)
 
     def all_texts() -> Iterator[tuple[str, str]]:
         yield from shard_texts(find_sources(args.data), args.max_records)
