@@ -98,7 +98,7 @@ def commonest_spellings(sources: list[Source], language: str) -> dict[str, str]:
     more frequent. Of equally frequent spellings, it is the last by code points, which is usually in lower case. Raises
     UserError if the language has no text."""
     counts = Counter[str]()
-    for texts in sample_texts(language, sources, most=sys.maxsize):
+    for texts in sample_texts(language, sources, max_records=sys.maxsize):
         for words, _ in split_words_and_symbols(texts):
             counts.update(words)
     if not counts:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xscale.data.balance import FEWEST_BINS, FREE_SHARE, ROUNDS, assign_to_emptiest_bins, assign_to_rows
+from xscale.data.balance import FEWEST_BINS, FREE_SHARE, ROUNDS, assign_to_emptiest_bins, assign_to_ranks_and_rows
 
 NO_BUDGET = 1 << 40
 
@@ -58,7 +58,7 @@ lists_of_tokens = st.lists(st.integers(0, 300), min_size=1, max_size=120)
 
 def of_bins(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Tokens and samples of each bin, and the rows."""
-    bins, rows = assign_to_rows(tokens, world, max_tokens)
+    bins, rows = assign_to_ranks_and_rows(tokens, world, max_tokens)
     assert bins.shape == tokens.shape and bins.min() >= 0 and bins.max() < rows * world
     counts = np.bincount(bins, minlength=rows * world)
     return np.bincount(bins, weights=tokens, minlength=rows * world), counts, rows
@@ -83,9 +83,9 @@ def test_every_sample_once_and_the_budget_held(tokens: list[int], world: int, ma
 def test_a_pure_function(tokens: list[int], world: int, max_tokens: int) -> None:
     """Of the lengths alone: the same again, of a copy, of floats, in any memory order. It leaves them as they are."""
     given_tokens = np.array(tokens)
-    bins, rows = assign_to_rows(given_tokens, world, max_tokens)
+    bins, rows = assign_to_ranks_and_rows(given_tokens, world, max_tokens)
     for same in (given_tokens.copy(), given_tokens.astype(float), np.array([tokens, tokens]).T[:, 1]):
-        again, rows_again = assign_to_rows(same, world, max_tokens)
+        again, rows_again = assign_to_ranks_and_rows(same, world, max_tokens)
         assert again.tolist() == bins.tolist() and rows_again == rows
     assert given_tokens.tolist() == tokens
 
@@ -127,7 +127,7 @@ def test_equal_lengths_keep_their_order() -> None:
     """Unstable sorts put them in another order on another machine."""
     tokens = np.tile([7, 9, 8], 500)
     longest_first = sorted(range(1500), key=lambda i: -tokens[i])
-    bins, _ = assign_to_rows(tokens, 4, NO_BUDGET)
+    bins, _ = assign_to_ranks_and_rows(tokens, 4, NO_BUDGET)
     assert bins[longest_first].tolist() == assign_to_emptiest_bins(tokens[longest_first], 4).tolist()
 
 
@@ -167,7 +167,7 @@ def test_no_more_rows_than_needed() -> None:
 
 def test_nothing_to_read() -> None:
     """A step whose samples are all estimated to be dropped still has a row."""
-    bins, rows = assign_to_rows(np.zeros(5), 2, 128)
+    bins, rows = assign_to_ranks_and_rows(np.zeros(5), 2, 128)
     assert rows == 1 and np.bincount(bins, minlength=2).max() <= 3
 
 
@@ -207,6 +207,6 @@ def test_a_step_of_64k_samples_is_cut_in_milliseconds(world: int, kind: Kind, ma
     took = []
     for _ in range(5):
         started = time.thread_time()
-        assign_to_rows(tokens, world, max_tokens)
+        assign_to_ranks_and_rows(tokens, world, max_tokens)
         took.append(time.thread_time() - started)
     assert min(took) < 0.02

@@ -629,7 +629,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
         argv = ["mono", "--text", *text, "--lang", lang]
         write_shards.main([*argv, "--out", str(tmp_path / f"wiki_{lang}")])
         (source,) = find_sources([tmp_path / f"wiki_{lang}"])
-        texts = itertools.chain.from_iterable(shards.sample_texts(lang, [source], most=10**9))
+        texts = itertools.chain.from_iterable(shards.sample_texts(lang, [source], max_records=10**9))
         seen[lang] = {word for words, _ in split_words_and_symbols(list(texts)) for word in words}
     tokenizers.main(["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "5000"])
     muse = real / "lexicon/muse/en-de.txt.xz"

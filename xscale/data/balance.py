@@ -10,23 +10,23 @@ FEWEST_BINS = 8
 """Each round assigns samples to at least one in FEWEST_BINS bins."""
 
 
-def assign_to_rows(tokens_of_samples: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
+def assign_to_ranks_and_rows(tokens_of_samples: np.ndarray, world: int, max_row_tokens: int) -> tuple[np.ndarray, int]:
     """Return the bin of each sample [samples], and the number of packed rows of each rank, at least 1.
 
     tokens_of_samples: the estimated tokens of each sample of all streams, whole numbers. A bin is one row of one rank;
-    its number is `row * world + rank`. A bin has at most `max_tokens` tokens, or a single sample that is longer.
+    its number is `row * world + rank`. A bin has at most `max_row_tokens` tokens, or a single sample that is longer.
     """
     short = np.minimum(tokens_of_samples, 2**16 - 1).astype(np.uint16)  # numpy sorts 16-bit numbers in linear time
     longest_first = np.argsort(~short, kind="stable")
     sorted_tokens = short[longest_first].astype(np.int64)
-    needed = int(np.ceil(np.minimum(sorted_tokens, max_tokens).sum() * (1 + FREE_SHARE) / (world * max_tokens)))
+    needed = int(np.ceil(np.minimum(sorted_tokens, max_row_tokens).sum() * (1 + FREE_SHARE) / (world * max_row_tokens)))
     most = -(-len(tokens_of_samples) // world)
     rows = max(min(needed, most), 1)
     while True:
         assigned = assign_to_emptiest_bins(sorted_tokens, rows * world)
         several = np.bincount(assigned, minlength=1) > 1
         if not (
-            np.bincount(assigned, weights=tokens_of_samples[longest_first], minlength=1)[several] > max_tokens
+            np.bincount(assigned, weights=tokens_of_samples[longest_first], minlength=1)[several] > max_row_tokens
         ).any():
             bins = np.empty_like(assigned)
             bins[longest_first] = assigned

@@ -80,12 +80,10 @@ def project_links(
     kept = set[Link]()
     dropped = 0
     for i, j in parse_pharaoh(links, (len(words[0]), len(words[1]))):
-        fits = False
-        for a, b in product(words[0][i], words[1][j]):
-            if is_word[0][a] == is_word[1][b]:
-                kept.add((a, b))
-                fits = True
-        dropped += not fits
+        fitting = [(a, b) for a, b in product(words[0][i], words[1][j]) if is_word[0][a] == is_word[1][b]]
+        kept.update(fitting)
+        if not fitting:
+            dropped += 1
     return format_pharaoh(sorted(kept)), dropped
 
 

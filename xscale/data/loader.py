@@ -75,7 +75,7 @@ class StepBatch:
         """Return the counts of this rank, except those by language."""
         return {key: count for key, count in self.counts().items() if not key.language}
 
-    def counts_with_languages(self) -> Counts:
+    def counts_by_language(self) -> Counts:
         """Return the counts of this rank by language."""
         return {key: count for key, count in self.counts().items() if key.language}
 
@@ -151,12 +151,13 @@ class StepDataset(Dataset):
             with adding_note(f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"):
                 stream_batch = stream.objective.collate(samples, stream.options, row_context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
-            stream_batch = replace(
-                stream_batch,
-                pair_counts=count_drawn_and_overlong_pairs(stream.name, row_examples, context),
-                language_groups=stream.language_groups,
+            stream_batches.append(
+                replace(
+                    stream_batch,
+                    pair_counts=count_drawn_and_overlong_pairs(stream.name, row_examples, context),
+                    language_groups=stream.language_groups,
+                )
             )
-            stream_batches.append(stream_batch)
         return stream_batches
 
     def stream_context(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
@@ -209,18 +210,19 @@ class StepDataset(Dataset):
         start = 0
         for number, record in enumerate(records):
             end = start + len(record.texts)
-            example = Example(
-                langs=record.langs,
-                ids=tuple(ids[start:end]),
-                words=tuple(words[start:end]) if words else None,
-                random_key=random_keys[number],
-                sample_number=sample_numbers[number],
-                key=record.key,
-                links=record.links,
-                follows=follows[number],
-                borders=borders.get(start, ()),
+            examples.append(
+                Example(
+                    langs=record.langs,
+                    ids=tuple(ids[start:end]),
+                    words=tuple(words[start:end]) if words else None,
+                    random_key=random_keys[number],
+                    sample_number=sample_numbers[number],
+                    key=record.key,
+                    links=record.links,
+                    follows=follows[number],
+                    borders=borders.get(start, ()),
+                )
             )
-            examples.append(example)
             start = end
         return examples
 
@@ -354,10 +356,10 @@ class Loader:
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""
-        return self.batches_of_plans(process, device, self.start_planning(process, device, state, steps))
+        return self.start_workers(process, device, self.start_planning(process, device, state, steps))
 
-    def batches_of_plans(self, process: Process, device: str, plans: Plans) -> Iterator[StepBatch]:
-        """Return an iterator over this rank's batch of each plan."""
+    def start_workers(self, process: Process, device: str, plans: Plans) -> Iterator[StepBatch]:
+        """Start the workers, and return an iterator over this rank's batch of each plan."""
         workers = worker_count(self.recipe.data.workers, process, device)
         readahead = process.local_world / process.world >= SWEPT
         return start_batch_workers(plans, self.dataset(readahead), workers)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.balance import assign_to_rows
+from xscale.data.balance import assign_to_ranks_and_rows
 from xscale.data.calibration import Calibration, Correction
 from xscale.data.order import EpochOrder
 from xscale.data.ragged import NO_NUMBERS, evenly_spaced_indices
@@ -186,7 +186,7 @@ class Mixture:
             tokens[stream.name] = correction.tokens_in_packed_rows(estimated, max_length)
         # The samples of all streams get their rows together. Then each record gets the row of its sample.
         tokens_of_samples = np.concatenate(list(tokens.values()))
-        row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, max_length))
+        row_of_sample, rows = assign_to_ranks_and_rows(tokens_of_samples, self.world, max(self.max_tokens, max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
         row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))  # see Plan.parts_of_ranks
         first_sample = 0

@@ -163,9 +163,8 @@ class EpochOrder:
         for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
             chosen.append(shard_ordinals - shard_start)
         lengths, _ = self.read_lengths(shards.tolist(), chosen)
-        lengths = lengths[part.order]
         ordinals = part.ascending[part.order].astype(np.uint32)
-        return WindowPart(window_start + part.first, ordinals, lengths.astype(np.uint32), NO_NUMBERS)
+        return WindowPart(window_start + part.first, ordinals, lengths[part.order].astype(np.uint32), NO_NUMBERS)
 
     def _make_part_of_running_text(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""

@@ -242,8 +242,14 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     input_ids, positions, types, _, part_lengths, longest = zip(*parts, strict=True)
     joined_types = None if types[0] is None else np.concatenate(types)
     lengths = np.concatenate(part_lengths)
-    starts = offsets_from_counts(lengths)
-    return Tokens(np.concatenate(input_ids), np.concatenate(positions), joined_types, starts, lengths, max(longest))
+    return Tokens(
+        input_ids=np.concatenate(input_ids),
+        positions=np.concatenate(positions),
+        types=joined_types,
+        starts=offsets_from_counts(lengths),
+        lengths=lengths,
+        longest=max(longest),
+    )
 
 
 def row_cost(stream_batches: Sequence[StreamBatch], tokens_read: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:

@@ -96,7 +96,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node) -> Plans:
     return _received_plans(planner, connection, steps, shared=node.rank_count > 1)
 
 
-def _connect_ranks(node: Node) -> dict[int, Connection]:
+def _accept_connections(node: Node) -> dict[int, Connection]:
     """Return a connection to each rank of the node, by rank, when all of them have connected."""
     connections: dict[int, Connection] = {}
     assert node.listener
@@ -146,7 +146,7 @@ def _planner_death_error(planner: multiprocessing.Process | None) -> RuntimeErro
 def _run_planner(mixture: Mixture, steps: int, node: Node) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
     ignore_signals_and_die_with_parent()
-    connections = _connect_ranks(node)
+    connections = _accept_connections(node)
 
     def send(items: Sequence[Plan | Failure]) -> None:
         for rank, item in zip([*connections], items, strict=True):

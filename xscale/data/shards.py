@@ -570,11 +570,11 @@ def drop_all_but_first_per_language(sources: list[Source], first: int | None) ->
     return [source for source in sources if source.records]
 
 
-def sample_texts(language: str, sources: list[Source], most: int = SAMPLE) -> Iterator[list[str]]:
-    """Yield lists of texts in a language, from at most `most` evenly spaced records of all its sources."""
+def sample_texts(language: str, sources: list[Source], max_records: int = SAMPLE) -> Iterator[list[str]]:
+    """Yield lists of texts in a language, from at most `max_records` evenly spaced records of all its sources."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
-    chosen = evenly_spaced_record_runs(records, most)
+    chosen = evenly_spaced_record_runs(records, max_records)
     first = 0
     for source in with_language:
         end = first + source.records
@@ -586,8 +586,8 @@ def sample_texts(language: str, sources: list[Source], most: int = SAMPLE) -> It
             yield [source.read(*place).texts[side] for place in places]
 
 
-def evenly_spaced_record_runs(record_count: int, most: int) -> np.ndarray:
-    """Return the numbers of at most `most` of the records: all of them, or evenly spaced runs of RUN."""
-    if record_count <= most:
+def evenly_spaced_record_runs(record_count: int, max_records: int) -> np.ndarray:
+    """Return the numbers of at most `max_records` of the records: all of them, or evenly spaced runs of RUN."""
+    if record_count <= max_records:
         return np.arange(record_count)
-    return (evenly_spaced_indices(record_count // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()
+    return (evenly_spaced_indices(record_count // RUN, max_records // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

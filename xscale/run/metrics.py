@@ -164,7 +164,7 @@ class UnreportedStep(NamedTuple):
         step = self.batch.step
         recipe = recipe.at(step)
         sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
-        counts_with_languages = dict(zip(self.batch.counts_with_languages(), map(int, language_counts), strict=True))
+        counts_with_languages = dict(zip(self.batch.counts_by_language(), map(int, language_counts), strict=True))
         metrics = stream_metrics(sums, self.counts, recipe)
         loss = 0.0
         for stream in recipe.streams:
@@ -256,7 +256,7 @@ class RunMetrics:
         seconds = 0.0
         for step in steps:
             sums_K = step.result.sums.values_K
-            vectors += [sums_K, torch.tensor(list(step.batch.counts_with_languages().values())).to(sums_K)]
+            vectors += [sums_K, torch.tensor(list(step.batch.counts_by_language().values())).to(sums_K)]
             seconds += step.other_metrics["data_wait_s"] + step.result.seconds_of_passes()
         seconds_R = vectors[0].new_zeros(self.context.process.world)
         seconds_R[self.context.process.rank] = seconds / len(steps)

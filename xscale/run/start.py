@@ -162,7 +162,7 @@ def set_up_training(
     if not checkpoint:
         warm_up_queues(engine.module, loader, context.process, engine.device, context.watch.note)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
-    return trainer, loader.batches_of_plans(context.process, engine.device.type, plans)
+    return trainer, loader.start_workers(context.process, engine.device.type, plans)
 
 
 def code_version() -> str:
