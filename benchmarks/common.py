@@ -22,7 +22,7 @@ from data_tools import demo_corpus
 from xscale import ranks
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import Loader, StepBatch
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import build_initial_module, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -68,7 +68,7 @@ class RecipeEngine:
 
     def __init__(self, loader: Loader, ds_config: Path):
         self.recipe = loader.recipe
-        module = module_of_run(loader.recipe, loader.corpus)
+        module = build_initial_module(loader.recipe, loader.corpus)
         self.formula = StepFlops(module.encoder, bool(module.streams_with_vectors()))
         config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_process())
         self.deepspeed = engine.build_engine(module, config.resolved)
@@ -97,7 +97,7 @@ def train_run(
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Make this process the only rank of a process group."""
-    ranks.join_process_group(ranks.read_launcher_and_set_environment(may_be_alone=True))
+    ranks.join_process_group(ranks.read_launcher_and_set_environment(allow_missing_launcher=True))
     yield
     torch.distributed.destroy_process_group()
 

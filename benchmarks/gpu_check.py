@@ -19,7 +19,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row
 from xscale.ops.dropout_add_norm import fused_dropout_add_norm
-from xscale.run.resolve import module_of_run
+from xscale.run.resolve import build_initial_module
 from xscale.step.module import StepModule
 from xscale.step.step import compute_row_loss, precompute_and_gather_states, weights_of_term_sums
 
@@ -88,7 +88,7 @@ def test_row(data: list[Path], preset: str, dtype: torch.dtype) -> None:
     (row,) = next(loader.batches(ALONE, DEVICE, initial_state(loader.last_streams), 1)).rows
     modules = []
     for _ in range(2):
-        module = module_of_run(loader.recipe, loader.corpus)
+        module = build_initial_module(loader.recipe, loader.corpus)
         queue = module.auxiliary_states["ppa"].queue
         torch.manual_seed(1)
         queue.push(F.normalize(torch.randn(queue.ring_KD.shape), dim=-1), 0)

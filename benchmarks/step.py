@@ -40,7 +40,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.words import split_words_and_symbols
 from xscale.models.encoder import HEADS
 from xscale.record import Record
-from xscale.run.resolve import module_of_run
+from xscale.run.resolve import build_initial_module
 from xscale.step import engine
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.metrics import stream_metrics
@@ -166,7 +166,7 @@ class StockLoop:
         self.seconds: list[float] = []
         self.mixture = loader.mixture(common.ALONE, "cpu", initial_state(loader.last_streams))
         self.mixture.max_tokens = 1 << 40  # a step has one packed row, with all samples as they were drawn
-        lm = module_of_run(loader.recipe, loader.corpus).encoder.lm
+        lm = build_initial_module(loader.recipe, loader.corpus).encoder.lm
         lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = -(-loader.last_streams[0].samples // micro_batch)
         config = load_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_process())

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.data.scripts import check_language_name, choose_language_names, spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.removed import removed_key_or_command_error
+from xscale.removed import removed_corpus_key_or_command_error
 from xscale.strict_yaml import read_yaml
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -417,7 +417,7 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
         place = ".".join(map(str, problem["loc"]))
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
-            remedy = removed_key_or_command_error(str(problem["loc"][-1]))
+            remedy = removed_corpus_key_or_command_error(str(problem["loc"][-1]))
             text = (
                 "unknown key. "
                 f"{remedy or 'Remove the key, or move it to the place that docs/reference/corpus.md names'}"

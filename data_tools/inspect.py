@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.show < 0:
         raise UserError(f"--show {args.show} is negative. Write 0 or more")
     if args.json:
-        files.check_writable_and_make_folder(args.json)
+        files.check_writable_and_make_parent(args.json)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     sources = list[dict[str, Any]]()
     for place in args.directory:

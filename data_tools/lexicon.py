@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     langs = languages_in_file_name(args.out, languages_of(sources))
     if args.out.exists():
         raise UserError(f"--out {args.out} exists. Choose another --out, or remove the file")
-    files.check_writable_and_make_folder(args.out)
+    files.check_writable_and_make_parent(args.out)
     if args.share is not None and not 0 < args.share <= 1:
         raise UserError(f"--share {args.share} must be greater than 0 and at most 1")
 

@@ -129,7 +129,7 @@ def check_and_write_input_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
     for source in plan.corpus.sources:
         paths += [*source.paths, *plan.corpus.rules_for(source).paths]
     for path in map(Path, paths):
-        for file in files.list_visible_files(path) if path.is_dir() else filter(Path.is_file, [path]):
+        for file in files.list_visible_files_recursively(path) if path.is_dir() else filter(Path.is_file, [path]):
             stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
@@ -243,8 +243,8 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     """Make the folder `out` of a corpus, and print a summary. Raises UserError, MachineError and OSError."""
-    files.check_writable_and_make_folder(out)
-    folder = files.partial_path(out)
+    files.check_writable_and_make_parent(out)
+    folder = files.checked_partial_path(out)
     folder.mkdir(exist_ok=True)
     with lock_folder(folder):
         check_new_folder(out)

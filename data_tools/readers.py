@@ -19,7 +19,7 @@ from xscale.data.shards import Source
 from xscale.data.text import read_decompressed_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
-from xscale.files import list_visible_files, placeholder_problem
+from xscale.files import find_empty_or_placeholder, list_visible_files_recursively
 from xscale.record import Record, parse_json, record_from_members
 
 from .corpus import SourceSpec
@@ -210,7 +210,7 @@ def input_files(paths: list[Path]) -> list[Path]:
     files = list[Path]()
     for path in paths:
         if path.is_dir():
-            files += list_visible_files(path)
+            files += list_visible_files_recursively(path)
         else:
             files.append(path)
     if not files:
@@ -405,7 +405,7 @@ def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    problem = placeholder_problem(path)
+    problem = find_empty_or_placeholder(path)
     if problem:
         raise UserError(problem)
     with pyarrow.parquet.ParquetFile(path) as table:

@@ -279,7 +279,7 @@ def parse_and_check_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not args.data and not args.text:
         raise UserError("there is no text to train on. Pass folders of shards by --data, or files of text by --text")
     check_new_folder(args.out)
-    files.check_writable_and_make_folder(args.out)
+    files.check_writable_and_make_parent(args.out)
     return args
 
 

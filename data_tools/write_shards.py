@@ -102,7 +102,7 @@ def path_or_stdin(name: str) -> str:
 def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     """Write the shards of a corpus of one source to `out`. Raises UserError."""
     check_new_folder(out)
-    folder = files.partial_path(out)
+    folder = files.checked_partial_path(out)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder):
         try:

@@ -28,7 +28,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
 from xscale.models.encoder import Encoder
 from xscale.ranks import CpuGroup, Process
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import build_initial_module, resolve_run
 from xscale.step.module import StepModule
 from xscale.train import parse_arguments
 
@@ -209,11 +209,11 @@ def identity(loader: Loader) -> dict[str, Any]:
 
 def module(loader: Loader) -> StepModule:
     """The module of step 0."""
-    return module_of_run(loader.recipe, loader.corpus)
+    return build_initial_module(loader.recipe, loader.corpus)
 
 
 def encoder(loader: Loader) -> Encoder:
-    return module_of_run(loader.recipe, loader.corpus).encoder
+    return build_initial_module(loader.recipe, loader.corpus).encoder
 
 
 def loader_of(arguments: list[str], measured: bool = True) -> Loader:

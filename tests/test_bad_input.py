@@ -27,7 +27,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.stream import select_source_indices
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import atomic_write, check_writable_and_make_folder, map_in_threads, write_text
+from xscale.files import atomic_write, check_writable_and_make_parent, map_in_threads, write_text
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
@@ -515,7 +515,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, corpus_files, write_pai
     before = files(tmp_path)
     for name, named in (("pipe", "pipe"), ("link", str(tmp_path / "real")), ("dangling", str(tmp_path / "absent"))):
         assert named in refused(lambda name=name: write_pairs(*paths, tmp_path / name))
-        for write in (lambda path: write_text(path, "x"), check_writable_and_make_folder):
+        for write in (lambda path: write_text(path, "x"), check_writable_and_make_parent):
             with pytest.raises(UserError, match=named):
                 write(tmp_path / name)
     assert files(tmp_path) == before and not files(tmp_path / "real")

@@ -32,7 +32,7 @@ from xscale.models.build import read_model_and_has_trained_head, xscale_field_of
 from xscale.ranks import CpuGroup, Process
 from xscale.run import resume, run_status
 from xscale.run.resolve import resolve_run
-from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_own_checkpoint, write_ancestry
+from xscale.run.resume import ANCESTRY, began_at_checkpoint, find_resume_checkpoint, write_ancestry
 from xscale.run.run_status import Status
 
 # Files
@@ -96,7 +96,7 @@ def seal(step: Path, number: int, changes: dict[str, Any] | None = None) -> None
     files = {path.name: checkpoints.sync_and_hash(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
     sound |= {"calibration": {"lines": []}, "engine": {"stage": 2}}
-    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound | (changes or {})))
+    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_json_with_hash(sound | (changes or {})))
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
 
 
 def newest(run: Path) -> int | None:
-    found = find_own_checkpoint(run, "auto", CpuGroup())
+    found = find_resume_checkpoint(run, "auto", CpuGroup())
     return found and found.step
 
 
@@ -200,7 +200,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
         checkpoints.read_checkpoint(manifest.parent)
     said = rf"^checkpoint {manifest.parent} cannot be used\. manifest\.json: the [^.]*\. {remedy}$"
     with pytest.raises(UserError, match=said):
-        find_own_checkpoint(run, str(manifest.parent), CpuGroup())
+        find_resume_checkpoint(run, str(manifest.parent), CpuGroup())
 
 
 @pytest.mark.parametrize("damage", ["missing", "link to nothing", "loop of links"])
@@ -281,7 +281,7 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None
     with pytest.raises(UserError, match=f"^{said}"):
         checkpoints.resolve_checkpoint(tmp_path)
     with pytest.raises(UserError, match=f"^{said}"):
-        find_own_checkpoint(tmp_path, str(tmp_path), CpuGroup(alone=True))
+        find_resume_checkpoint(tmp_path, str(tmp_path), CpuGroup(alone=True))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_manifest_that_is_not_sound_is_passed_over(
     seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
     monkeypatch.setattr(LOG, "warning", said.append)
-    found = checkpoints.find_newest_valid(run / "checkpoints", CpuGroup())
+    found = checkpoints.find_newest_undamaged(run / "checkpoints", CpuGroup())
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "tries the next older checkpoint" in said[0]
 
@@ -463,7 +463,7 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     ):
         first.check_not_taken_over()
     status = Status(tmp_path, Process(0, 1, 0, 1))
-    status.write_running({})
+    status.note_lock_and_write_running({})
     (tmp_path / "status.json").unlink()
     with pytest.raises(UserError) as taken:
         first.check_not_taken_over()

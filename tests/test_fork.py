@@ -15,7 +15,7 @@ from tests import launch
 from tests.test_init_and_export import loader_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.store import manifest_text
+from xscale.checkpoint.store import manifest_json_with_hash
 from xscale.data import order
 from xscale.data.calibrate import calibrate
 from xscale.data.corpus import Corpus, run_identity
@@ -38,13 +38,13 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(launch.module(loader), loader, path / "checkpoints" / "step_00000007")
     shutil.copytree(folder, folder.with_name("step_00000009"))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 9, "state": {"step": 9}}
-    (folder.with_name("step_00000009") / "manifest.json").write_text(manifest_text(manifest))
+    (folder.with_name("step_00000009") / "manifest.json").write_text(manifest_json_with_hash(manifest))
     return path
 
 
 def begin(demo: Path, out: Path, fork: str, *sets: str, recipe: str = "mixed") -> Any:
     identity = run_identity(*resolve_run(recipe, ["data.workers=0", *SETS, *sets], [demo]))
-    return resume.find_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, CpuGroup())
+    return resume.find_own_or_fork_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, CpuGroup())
 
 
 def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def save(module: StepModule, loader: Loader, path: Path, **more: Any) -> Path:
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "files": sealed}
     manifest |= {"identity": launch.identity(loader), "calibration": asdict(loader.calibration)}
     manifest |= {"engine": {"stage": 0}} | more
-    (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
+    (path / "manifest.json").write_text(checkpoints.manifest_json_with_hash(manifest))
     return path
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests import launch
 from xscale import ranks, train
-from xscale.errors import DirectoryTaken, UserError, hold_signals
+from xscale.errors import DirectoryTaken, UserError, block_sigusr2_and_dump_on_sigusr1
 from xscale.ranks import Process
 from xscale.run.run_status import DONE, STATUS, STOPPED, Status, check_folder_is_free_or_own, exit_code_and_message
 from xscale.run.watch import StopRequest
@@ -38,9 +38,9 @@ LAST = BATCH | STEP | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"}
 def started(monkeypatch: pytest.MonkeyPatch):
     """started(environment): the process that a launcher with these variables started."""
 
-    def start(environment: dict[str, str], may_be_alone: bool = False) -> Process:
+    def start(environment: dict[str, str], allow_missing_launcher: bool = False) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.read_launcher_and_set_environment(may_be_alone)
+        process = ranks.read_launcher_and_set_environment(allow_missing_launcher)
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -107,7 +107,7 @@ def test_one_process_of_a_job(started) -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for environment in (LAST | lone, BATCH | torchrun, BATCH | {"SLURM_NTASKS": "1"}):
         assert started(environment) == Process(0, 1, 0, 1)
-    assert started(BATCH, may_be_alone=True) == Process(0, 1, 0, 1)
+    assert started(BATCH, allow_missing_launcher=True) == Process(0, 1, 0, 1)
 
 
 def read(out: Path) -> tuple[str, int, str, int]:
@@ -123,13 +123,13 @@ def run(out: Path, rank: int, has_lock: bool) -> Status:
 
 def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     first, second = run(tmp_path, 0, True), run(tmp_path, 1, True)
-    first.write_running({})
-    second.write_running({})
+    first.note_lock_and_write_running({})
+    second.note_lock_and_write_running({})
     assert read(tmp_path)[0] == "running"
     second.record_failure(UserError("record 7 is damaged"))
     first.record_failure(RuntimeError("Connection closed by peer"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
-    first.write_running({})  # the next start
+    first.note_lock_and_write_running({})  # the next start
     second.write_end(STOPPED, "told")
     assert read(tmp_path)[0] == "running"
     first.write_end(STOPPED, "SIGUSR2")
@@ -174,14 +174,14 @@ def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
     assert json.loads((tmp_path / STATUS).read_text()) == done
     for rank in (1, 0):
         again = run(tmp_path, rank, True)
-        again.write_running(done)
+        again.note_lock_and_write_running(done)
         again.record_failure(UserError("--fork: another run"))
     assert json.loads((tmp_path / STATUS).read_text()) == done
-    again.write_running(done)
+    again.note_lock_and_write_running(done)
     again.record_failure(RuntimeError("CUDA out of memory"))
     assert read(tmp_path)[:2] == ("failed", 2), "this start was not refused"
     again.set_steps_done(8)
-    again.write_running(done)
+    again.note_lock_and_write_running(done)
     again.record_failure(UserError("record 7 is damaged"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 0)
 
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_looked_at(
             raise UserError("no such field")
         check_folder_is_free_or_own(args.out, {}, "auto")
 
-    monkeypatch.setattr(train, "train", fail)
+    monkeypatch.setattr(train, "join_group_and_train", fail)
     out = str(tmp_path / ("x" * 256))
     assert train.main(["--ds_config", "none.json", "--data", "d", "--out", out]) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -207,7 +207,7 @@ def take_early_signals(folder: Path) -> None:
     """A run whose signals come between the first line of a command and its imports."""
     with (folder / "stacks").open("w") as stacks:
         os.dup2(stacks.fileno(), 2)
-    hold_signals()
+    block_sigusr2_and_dump_on_sigusr1()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR1)
     stop = StopRequest(None)
@@ -381,7 +381,7 @@ def test_an_error_that_cannot_be_printed_keeps_its_code(tmp_path: Path, monkeypa
     def no_room(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
 
-    monkeypatch.setattr(train, "train", no_room)
+    monkeypatch.setattr(train, "join_group_and_train", no_room)
     monkeypatch.setattr(sys, "stderr", Full())
     assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 4
     assert "metrics.jsonl" in json.loads((tmp_path / "status.json").read_text())["why"]
@@ -407,7 +407,7 @@ def test_rank_0_prints_its_error_with_a_wrong_local_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """LOCAL_RANK may be of another job. No other rank would print the error."""
-    monkeypatch.setattr(ranks, "read_launcher_and_set_environment", lambda may_be_alone: Process(0, 1, 3, 1))
+    monkeypatch.setattr(ranks, "read_launcher_and_set_environment", lambda allow_missing_launcher: Process(0, 1, 3, 1))
     words = ["--dry_run", "--recipe", "none", "--ds_config", "zero2_cpu", "--data", "d", "--out", str(tmp_path)]
     assert train.main(words) == 2
     assert "error: recipe 'none' not found" in capsys.readouterr().err

@@ -41,7 +41,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
-from xscale.run.describe import unread_lexicon_warnings
+from xscale.run.describe import unread_files_beside_lexicon_warnings
 
 
 @pytest.fixture
@@ -154,9 +154,9 @@ def test_a_dictionary_that_is_not_read_is_told(dictionary, tokenizer: Tokenizer)
     """Unless it is the other dictionary with its columns exchanged. Decomposed letters (NFD) make no difference."""
     lexicon = load_lexicon(dictionary("en-xx.txt", "café dog", "cat a"), tokenizer)
     dictionary("xx-en.txt", "dog cafe\u0301")
-    assert unread_lexicon_warnings(lexicon) == []
+    assert unread_files_beside_lexicon_warnings(lexicon) == []
     other = dictionary("xx-en.txt", "b cat", "a cat")
-    (line,) = unread_lexicon_warnings(lexicon)
+    (line,) = unread_files_beside_lexicon_warnings(lexicon)
     assert f"{other} has entries (1) that" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
 
 
@@ -233,7 +233,7 @@ def test_a_model_knows_which_share_was_withheld_from_all_its_training(
     """before: the share in the training of model.init."""
     run_recipe, corpus = resolve.resolve_run(recipe, [], [demo])
     corpus = replace(corpus, withheld_before=before, unseen=min(before, corpus.lexicon_heldout))
-    config = resolve.module_of_run(run_recipe, corpus).encoder.lm.config
+    config = resolve.build_initial_module(run_recipe, corpus).encoder.lm.config
     assert config.xscale["lexicon_heldout"] == share
 
 

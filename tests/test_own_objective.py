@@ -17,7 +17,7 @@ from tests import launch
 from tests.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES, import_objective
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import build_initial_module, resolve_run
 from xscale.run.run_status import FAULT, exit_code_and_message
 
 RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
@@ -197,7 +197,7 @@ def test_a_state_is_told_the_number_of_steps(demo: Path, monkeypatch: pytest.Mon
     """A state without a queue, such as one that follows a schedule."""
     state = SimpleNamespace(steps=0)
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
-    module_of_run(*resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]))
+    build_initial_module(*resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]))
     assert state.steps == 7
 
 
@@ -206,4 +206,4 @@ def test_a_queue_without_the_methods_that_fill_it_is_refused(demo: Path, monkeyp
     state = SimpleNamespace(steps=0, prefill_samples=9, gather=print, finish_warmup=print)
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
     with pytest.raises(UserError, match=r"streams\.tlm: .*lacks gather_new_vectors or enqueue_new_vectors"):
-        module_of_run(*resolve_run("tlm", ["data.workers=0"], [demo]))
+        build_initial_module(*resolve_run("tlm", ["data.workers=0"], [demo]))

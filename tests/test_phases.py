@@ -29,7 +29,7 @@ from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Schedule, load_recipe
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import build_initial_module, resolve_run
 from xscale.run.resume import restore_or_measure_calibration
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
@@ -278,7 +278,7 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
         assert recipe.at(step).train.learning_rate(step) == plain.train.learning_rate(step) / (2 if half else 1)
         assert recipe.at(step).model.dropout == (0.2 if step >= 14 else 0.1)
     early = resolve_run(write(tmp_path, [{"until": 7, "model.dropout": 0.3}]), [], [demo])
-    dropout = module_of_run(*early).encoder.dropout
+    dropout = build_initial_module(*early).encoder.dropout
     assert dropout == 0.3, "a queue is filled before step 1"
     scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     plain_train = replace(recipe.train, schedule=None, decay=None)

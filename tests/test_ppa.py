@@ -361,10 +361,10 @@ def make_job(demo: Path, *sets: str) -> Loader:
     return launch.loader_of([*recipe, "--set", *SETS, *sets], measured=False)
 
 
-def warm_up_queues(engine: PlainEngine, loader: Loader, process: Process) -> list[str]:
+def prefill_queues(engine: PlainEngine, loader: Loader, process: Process) -> list[str]:
     """Fill the queues. Returns what the run would tell the watch, which ends a run without progress."""
     notes = list[str]()
-    prefilling.warm_up_queues(engine.module, loader, process, torch.device("cpu"), notes.append)
+    prefilling.prefill_queues(engine.module, loader, process, torch.device("cpu"), notes.append)
     return notes
 
 
@@ -373,7 +373,7 @@ def run_steps(loader: Loader, steps: int, skip: set[int], check: Any) -> None:
     process = Process(0, 1, 0, 1)
     engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe), skip)
     moco = engine.module.auxiliary_states["ppa"]
-    warm_up_queues(engine, loader, process)
+    prefill_queues(engine, loader, process)
     for batch in loader.batches(process, "cpu", initial_state(loader.last_streams), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {count_key("ppa", "moco"): 7, count_key("ppa", "tlm"): 50}
@@ -412,7 +412,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe))
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
-    notes = warm_up_queues(engine, loader, place)
+    notes = prefill_queues(engine, loader, place)
     note = "filling the queue of streams.ppa, which has {} of 17 sentence vectors"
     assert notes == [note.format(7), note.format(14)], "after each batch of 7 keys, but for the last"
     warm_up = prefilling.prefill_loader_of_stream(loader, loader.last_streams[0])

@@ -101,7 +101,7 @@ def test_a_removed_command_names_its_substitute(monkeypatch, capsys, module: str
     monkeypatch.setitem(removed.COMMANDS, "data_tools.not_a_tool", "use another")
     assert not (ROOT / f"{module.replace('.', '/')}.py").exists()
     expected = f"{module} is no longer part of xscale: {removed.COMMANDS[module]}"
-    assert removed.removed_key_or_command_error(module) == expected
+    assert removed.removed_corpus_key_or_command_error(module) == expected
     package, _, tool = module.rpartition(".")
     if package == "data_tools":
         monkeypatch.setattr(sys, "argv", ["xscale", "data", tool])

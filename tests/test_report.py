@@ -120,7 +120,7 @@ def test_steps_and_tokens_of_a_fork_are_its_own(tmp_path: Path) -> None:
 def test_a_curve_is_drawn_as_the_file_has_it() -> None:
     """Each point of the picture's line is an affine function of a step and its number."""
     values = np.random.default_rng(0).uniform(size=30)
-    picture = charts.draw_chart({"lr": pd.Series(values, np.arange(30))}, "lr")
+    picture = charts.draw_chart_as_data_url({"lr": pd.Series(values, np.arange(30))}, "lr")
     svg = base64.b64decode(picture.partition(",")[2])
     lines = [
         path.get("d", "") for path in ElementTree.fromstring(svg).iter() if charts.COLOURS[0] in path.get("style", "")

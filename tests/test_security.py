@@ -15,7 +15,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from xscale import deepspeed_private as private
 from xscale.data.remote import locked
-from xscale.errors import UserError, redact, safe_to_show
+from xscale.errors import UserError, redact, redact_and_escape
 from xscale.record import parse_tar_sample
 from xscale.strict_yaml import read_yaml
 
@@ -97,7 +97,7 @@ def test_a_number_of_many_digits_is_shown_by_its_first(digits: int) -> None:
     assert read_yaml(f"'{'1' * digits}'") == "1" * digits and read_yaml("1" * 300) == int("1" * 300)
 
 
-@pytest.mark.parametrize("show", [redact, safe_to_show, lambda text: str(UserError(text))])
+@pytest.mark.parametrize("show", [redact, redact_and_escape, lambda text: str(UserError(text))])
 def test_secrets_of_urls_are_not_shown(show: Callable[[str], str]) -> None:
     shown = show(f"error: {SECRET}, s3://bucket/b.tar (`{SECRET}`)")
     assert "secret" not in shown and "me" not in shown

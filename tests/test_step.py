@@ -23,7 +23,7 @@ from xscale.deepspeed_private import model_state_path
 from xscale.metric_keys import loss_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.start import warm_up_queues
+from xscale.run.start import prefill_queues
 from xscale.step.module import StepModule
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     module = StepModule(launch.encoder(loader), loader.recipe)
     process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    warm_up_queues(fake.module, loader, process, fake.device, print)
+    prefill_queues(fake.module, loader, process, fake.device, print)
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]

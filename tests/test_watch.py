@@ -57,7 +57,7 @@ def failure_message(out: Path, skipped_in_a_row: int = 0, fp16: bool = False, do
     )
     batch: Any = SimpleNamespace(record_keys={"mlm": ["a"]})
     with pytest.raises(NotFinite) as caught:
-        RunMetrics.write_records_and_raise_not_finite(run, BAD, "the loss of mlm", batch, finite=False)
+        RunMetrics.write_records_and_raise_not_finite(run, BAD, "the loss of mlm", batch, is_rank_finite=False)
     return str(caught.value)
 
 

@@ -6,10 +6,11 @@ Each command runs a module as a script. Nothing is imported before that module, 
 import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from xscale import __version__
 from xscale.errors import TOOLS
-from xscale.removed import removed_key_or_command_error
+from xscale.removed import removed_corpus_key_or_command_error
 
 MODULES = {
     "train": "xscale.train",
@@ -71,20 +72,20 @@ def pop_first_word() -> str:
     return sys.argv.pop(1) if len(sys.argv) > 1 else ""
 
 
-def run_module(module: str) -> None:
-    """Run a module as a script, with the rest of the command line. Does not return."""
+def run_module(module: str) -> NoReturn:
+    """Run a module as a script, with the rest of the command line, and exit."""
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
-def print_usage_and_exit(word: str, module: str, usage: str) -> None:
+def print_usage_and_exit(word: str, module_of_word: str, usage: str) -> NoReturn:
     """Print the usage and what replaces a removed command, and exit: with 0 if the word asks for help, else with 2."""
     if word in ("-h", "--help"):
         print(usage)
         sys.exit(0)
     print(usage, file=sys.stderr)
     if word:
-        removed = removed_key_or_command_error(module)
+        removed = removed_corpus_key_or_command_error(module_of_word)
         print(
             f"error: {removed or f'{word!r} is unknown. Use one of the names in the list above'}",
             file=sys.stderr,

@@ -16,11 +16,11 @@ from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.describe import (
     dropped_pairs_warnings,
+    folder_or_url_of_source,
     language_share_lines,
-    place_of_source,
     unlisted_shards_warnings,
 )
-from xscale.run.resolve import fit_rows_into_gpu_memory, module_of_run
+from xscale.run.resolve import build_initial_module, fit_rows_into_gpu_memory
 from xscale.run.resume import find_starting_checkpoint, restore_or_measure_calibration
 from xscale.run.start import prepare_run
 from xscale.step import cost
@@ -41,7 +41,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     run_status.check_folder_is_free_or_own(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
     print(*run.notes, sep="\n")
-    module = module_of_run(run.recipe, run.corpus)
+    module = build_initial_module(run.recipe, run.corpus)
     calibration = restore_or_measure_calibration(run.recipe, run.corpus, checkpoint, CpuGroup())
     loader = Loader(run.recipe, run.corpus, calibration)
     loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, CpuGroup(), print)
@@ -79,7 +79,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
         yield (
             f"{source.sorted_langs_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
             f"{sum(shard.bytes for shard in source.shards) / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
-            f"{place_of_source(source)}"
+            f"{folder_or_url_of_source(source)}"
         )
     tokenizer = corpus.tokenizer
     yield (

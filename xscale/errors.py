@@ -127,7 +127,7 @@ def print_error_or_reraise(error: UserError | MachineError | OSError) -> ExitCod
     return 4
 
 
-def safe_to_show(text: str) -> str:
+def redact_and_escape(text: str) -> str:
     """Return the text as people may see it: without the secrets of URLs, and with control characters escaped (except
     line ends and tabs), because a terminal would obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", redact(text))
@@ -234,7 +234,7 @@ def env_number(variable: str, default: int) -> int:
     return int(value)
 
 
-def hold_signals() -> None:
+def block_sigusr2_and_dump_on_sigusr1() -> None:
     """Block SIGUSR2 in this process and in all processes that it starts. The signal stays pending until run/watch.py
     reads it.
 

@@ -85,7 +85,7 @@ def find_and_export_checkpoint(
     path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
-    files.check_writable_and_make_folder(out)
+    files.check_writable_and_make_parent(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling, layers)

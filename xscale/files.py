@@ -59,7 +59,7 @@ def find_placeholder(head: bytes) -> str | None:
     return None
 
 
-def placeholder_problem(path: Path, *patterns: str) -> str | None:
+def find_empty_or_placeholder(path: Path, *patterns: str) -> str | None:
     """Return a message if a file is empty, or has a pointer or an error page in the place of its content:
     "model/model.safetensors is a pointer of Git LFS ...". Return None if there is no such file.
 
@@ -100,7 +100,7 @@ def atomic_write(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield a temporary path. The file or directory that is written there then replaces `path` (an existing directory
     only if it is empty), unless an exception is raised. writer: a name that no other process has, if several processes
     may write `path` at the same time; it becomes a part of the temporary path."""
-    partial = partial_path(path)
+    partial = checked_partial_path(path)
     if writer:
         partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
     remove(partial)
@@ -117,7 +117,7 @@ def atomic_write(path: Path, writer: str = "") -> Iterator[Path]:
         raise
 
 
-def partial_path(path: Path) -> Path:
+def checked_partial_path(path: Path) -> Path:
     """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
     `..`, a link to no file, or a device, and OSError for a loop of links."""
     if path.name in ("", ".."):
@@ -143,9 +143,9 @@ def rename_into_place(partial: Path, path: Path) -> None:
     sync_to_disk(path.parent)
 
 
-def check_writable_and_make_folder(path: Path) -> None:
+def check_writable_and_make_parent(path: Path) -> None:
     """Raise UserError if `atomic_write` could not write `path`, or if its suffix means compression."""
-    partial_path(path)
+    checked_partial_path(path)
     if path.suffix in COMPRESSED:
         raise UserError(
             f"{path}: xscale writes this file without compression. Leave {path.suffix} out of the name, and "
@@ -163,7 +163,7 @@ def check_output_file(path: Path) -> None:
     """Raise UserError if `path`, the value of --out, cannot be written as a file."""
     if path.is_dir():
         raise UserError(f"--out {path} is a directory. Choose a file")
-    check_writable_and_make_folder(path)
+    check_writable_and_make_parent(path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -240,7 +240,7 @@ def check_link_is_not_broken(path: Path) -> None:
         )
 
 
-def list_visible_files(folder: Path) -> list[Path]:
+def list_visible_files_recursively(folder: Path) -> list[Path]:
     """Return the files in a folder and in the folders below it, sorted, without hidden ones. Symbolic links are
     followed, and a folder to which several links lead is read once. Raises UserError for a link to nothing, and
     OSError for a folder that cannot be read: without these errors, a part of a text would be lost."""
@@ -297,7 +297,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_entries_backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
     Lines that are incomplete, or have no step, are left out."""
     data = path.read_bytes()

@@ -38,23 +38,23 @@ class Process:
         return self.rank == 0
 
 
-def read_launcher_and_set_environment(may_be_alone: bool = False) -> Process:
+def read_launcher_and_set_environment(allow_missing_launcher: bool = False) -> Process:
     """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
-    and set torch's environment variables accordingly. may_be_alone: this process may be the only one in a SLURM job
-    of several tasks. Raises UserError."""
+    and set torch's environment variables accordingly. allow_missing_launcher: do not call check_launcher_not_needed.
+    Raises UserError."""
     env = os.environ
     if env.get("RANK") and env.get("WORLD_SIZE"):
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
         process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
     elif env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"):  # Open MPI's or MPICH's mpirun
-        process = process_of_mpi()
+        process = find_mpi_process_and_set_master()
     elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
         world = env_number("SLURM_STEP_NUM_TASKS", 1)  # a variable of job steps: a batch script is not a rank
         process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
     else:
         process = Process(0, 1, 0, 1)
-        if not may_be_alone:
-            check_process_is_alone()
+        if not allow_missing_launcher:
+            check_launcher_not_needed()
     if process.rank >= process.world:
         raise UserError(
             f"the launcher started a process as rank {process.rank}, but says that there are only {process.world} "
@@ -72,7 +72,7 @@ def read_launcher_and_set_environment(may_be_alone: bool = False) -> Process:
     return process
 
 
-def process_of_mpi() -> Process:
+def find_mpi_process_and_set_master() -> Process:
     """Return this process's rank by mpi4py, and set MASTER_ADDR and MASTER_PORT unless they are set. All ranks call it
     together. Raises UserError."""
     env = os.environ
@@ -100,7 +100,7 @@ def process_of_mpi() -> Process:
     return process
 
 
-def check_process_is_alone() -> None:
+def check_launcher_not_needed() -> None:
     """Raise UserError if a process without a launcher is in a SLURM job of several tasks, or if only one of RANK and
     WORLD_SIZE is set."""
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):

@@ -53,18 +53,18 @@ class PermutedPart(NamedTuple):
     """Indices such that ascending[order] is the part."""
 
 
-def part_of_permutation(key: Key, leading: np.ndarray, bits: int, position: int) -> PermutedPart:
+def part_of_permutation_at(key: Key, leading_bits: np.ndarray, bits: int, position: int) -> PermutedPart:
     """Return the part of permutation(key, n) that has `position`, in less time and memory than the whole takes.
-    leading: the result of leading_bits_of_hashes(key, n, bits)."""
-    value = (position << bits) // len(leading)  # hashes are uniform, so the part's first bits are near this value
-    first = np.count_nonzero(leading < np.uint8(value))
+    leading_bits: the result of leading_bits_of_hashes(key, n, bits)."""
+    value = (position << bits) // len(leading_bits)  # hashes are uniform, so the part's first bits are near this value
+    first = np.count_nonzero(leading_bits < np.uint8(value))
     while position < first:
         value -= 1
-        first -= np.count_nonzero(leading == np.uint8(value))
-    while position >= first + (size := np.count_nonzero(leading == np.uint8(value))):
+        first -= np.count_nonzero(leading_bits == np.uint8(value))
+    while position >= first + (size := np.count_nonzero(leading_bits == np.uint8(value))):
         first += size
         value += 1
-    ascending = np.flatnonzero(leading == np.uint8(value))
+    ascending = np.flatnonzero(leading_bits == np.uint8(value))
     return PermutedPart(int(first), ascending, np.argsort(hash64(key, ascending)))
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from xscale.errors import find_launchers, hold_signals
+from xscale.errors import block_sigusr2_and_dump_on_sigusr1, find_launchers
 
 if __name__ == "__main__":
     # Before the imports, which take seconds, and in which a signal may come or a launcher may be killed.
-    hold_signals()
+    block_sigusr2_and_dump_on_sigusr1()
     find_launchers()
 
 import argparse
@@ -35,8 +35,8 @@ from xscale.errors import (
     NotFinite,
     UserError,
     check_arguments,
+    redact_and_escape,
     run_and_exit,
-    safe_to_show,
     sys_exit_as_error,
 )
 from xscale.ranks import CpuGroup, Process
@@ -130,14 +130,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
-        process = ranks.read_launcher_and_set_environment(may_be_alone=args.dry_run)
+        process = ranks.read_launcher_and_set_environment(allow_missing_launcher=args.dry_run)
         if args.dry_run and not process.is_main:
             return 0
         status = None if args.dry_run else Status(args.out, process)
         default_to_demo_data(args, process)
         with sys_exit_as_error("a part of the run"):
             if status:
-                return train(args, process, status)
+                return join_group_and_train(args, process, status)
             dry_run(args, process)
             return 0
     except KeyboardInterrupt:
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0 or process.is_main or not is_shared:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # for example, the disk is full; the exit code stays the same
-                print(f"{where}error: {safe_to_show(message)}", file=sys.stderr, flush=True)
+                print(f"{where}error: {redact_and_escape(message)}", file=sys.stderr, flush=True)
         return code
 
 
@@ -170,7 +170,7 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
                 )
 
 
-def train(args: argparse.Namespace, process: Process, status: Status) -> ExitCode:
+def join_group_and_train(args: argparse.Namespace, process: Process, status: Status) -> ExitCode:
     """Join the process group of all ranks, train the run, and leave the group. Returns the exit code."""
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage

@@ -64,13 +64,14 @@ class CheckpointManager:
 
     def partial_path_of_step(self, step: int) -> Path:
         """Return the directory into which the ranks write a checkpoint before it is published."""
-        return files.partial_path(self.path_of_step(step))
+        return files.checked_partial_path(self.path_of_step(step))
 
-    def save(self, step: int, manifest: dict[str, Any], *, good: bool, must_succeed: bool) -> None:
+    def save(self, step: int, manifest: dict[str, Any], *, after_skipped_step: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists, and remove old ones.
 
-        manifest: the manifest's content besides the step, the number of ranks and the files. good: whether the
-        checkpoint is good. must_succeed: raise OSError if the save fails.
+        manifest: the manifest's content besides the step, the number of ranks and the files. after_skipped_step:
+        whether fp16 has skipped the last step, so that the checkpoint is not good. must_succeed: raise OSError if the
+        save fails.
         """
         if step == self.saved:
             return
@@ -78,9 +79,7 @@ class CheckpointManager:
         self.note(f"saving the checkpoint of step {step}")
         written = self._try_write(step)
         names = [] if isinstance(written, OSError) else list(written)
-        self.cpu_group.value_from_main(
-            lambda: remove_checkpoint_if_not_loadable(self.partial_path_of_step(step), names)
-        )
+        self.cpu_group.value_from_main(lambda: remove_and_raise_if_not_loadable(self.partial_path_of_step(step), names))
         problem = self._try_publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
@@ -97,7 +96,7 @@ class CheckpointManager:
                 )
             return
         self.saved = step
-        if good:
+        if not after_skipped_step:
             self.good = step
         if self.cpu_group.is_main:
             needed_steps = set(self.published())
@@ -190,10 +189,10 @@ def unwrap_os_error(error: Exception) -> Exception:
     return error
 
 
-def remove_checkpoint_if_not_loadable(folder: Path, names: list[str]) -> None:
-    """Remove the checkpoint and raise UserError if a resume would refuse one of the files `names`. This happens if a
+def remove_and_raise_if_not_loadable(folder: Path, file_names: list[str]) -> None:
+    """Remove the checkpoint and raise UserError if a resume would refuse one of its files. This happens if a
     new version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
-    for name in names:
+    for name in file_names:
         problem = store.find_unsafe_content(folder / name) if name.endswith(".pt") else None
         if problem:
             files.remove(folder)

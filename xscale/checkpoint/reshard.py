@@ -70,19 +70,19 @@ class SavedPartitions:
         self.places: dict[str, SavedPlace] = {}
         if self.files:
             # Not the last file: its slice has no padding, so it may be shorter than the others.
-            self.scaler, self.like = self._fill_places_from_partition(0)
+            partition = self._open_partition(0)
+            self.scaler = partition["optimizer_state_dict"].get("loss_scaler")
+            self._fill_places_from_partition(private.is_saved_at_stage_3(partition))
         else:
             self.scaler = None
-            self.like = self._fill_places_from_whole_weights(names, new_heads)
+            self._fill_places_from_whole_weights(names, new_heads)
+        self.like = self.opened[0]
 
-    def _fill_places_from_partition(self, rank: int) -> tuple[Any, list[SavedSlice]]:
-        """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the slices in
-        this file."""
-        rank_file = self._open(rank)
-        stage_3 = private.is_saved_at_stage_3(rank_file)
+    def _fill_places_from_partition(self, stage_3: bool) -> None:
+        """Fill `places` from the first rank's file, at ZeRO stage 1, 2 or 3."""
         for group, shapes in enumerate(self.model["param_shapes"]):  # {name: shape} in the order of the flat tensor
             at = 0
-            length = len(self.opened[rank][group].flats[WEIGHT])
+            length = len(self.opened[0][group].flats[WEIGHT])
             for name, shape in shapes.items():
                 if stage_3:
                     share = -(-shape.numel() // len(self.files))
@@ -91,16 +91,15 @@ class SavedPartitions:
                 else:
                     self.places[name] = SavedPlace(group, at, 0, length)
                     at += shape.numel()
-        return rank_file["optimizer_state_dict"].get("loss_scaler"), self.opened[rank]
 
-    def _open(self, rank: int) -> dict[str, Any]:
+    def _open_partition(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its slices in `opened`, and return its content."""
         content = private.load_state(self.files[rank])
         self.opened[rank] = [SavedSlice.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 
-    def _fill_places_from_whole_weights(self, names: list[str], new_heads: Collection[str]) -> list[SavedSlice]:
-        """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
+    def _fill_places_from_whole_weights(self, names: list[str], new_heads: Collection[str]) -> None:
+        """Fill `places` and `opened` from a checkpoint of ZeRO stage 0. Its only file has all weights, and
         numbers instead of names for the optimizer's states."""
         weights, states = private.weights_and_states_of_stage_0(self.model)
         # The order of models/build.py's parameter_groups_by_decay.
@@ -108,7 +107,6 @@ class SavedPartitions:
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
         self.opened[0] = [SavedSlice.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
-        return self.opened[0]
 
     def read_elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
         """Return the elements `start` to `stop` - 1 of a flattened parameter (key WEIGHT) or of its optimizer state
@@ -117,7 +115,7 @@ class SavedPartitions:
         parts = list[Tensor]()
         for rank in range((start + offset) // length, -(-(stop + offset) // length)):
             if rank not in self.opened:
-                self._open(rank)
+                self._open_partition(rank)
             first = max(start + offset - rank * length, 0)
             last = min(stop + offset - rank * length, length)
             parts.append(self.opened[rank][group].flats[key][before + first : before + last])

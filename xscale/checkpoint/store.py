@@ -91,7 +91,7 @@ def resolve_checkpoint(path: Path) -> Path:
     return steps[-1]
 
 
-def find_newest_valid(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
+def find_newest_undamaged(folder: Path, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the newest checkpoint whose files have the hashes of its manifest, or None. All ranks call it together and
     get the same one."""
     for path in reversed(list_checkpoints(folder)):
@@ -162,23 +162,23 @@ def find_unsafe_content(path: Path) -> str | None:
     return None
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
-        return read_manifest(path / MANIFEST)
+        return read_manifest(folder / MANIFEST)
     except ValueError as error:
         raise UserError(
-            f"{path} is not a usable checkpoint. {path / MANIFEST}: {error}. Use another checkpoint, such as an "
-            f"earlier folder step_N in {path.parent}"
+            f"{folder} is not a usable checkpoint. {folder / MANIFEST}: {error}. Use another checkpoint, such as an "
+            f"earlier folder step_N in {folder.parent}"
         ) from None
 
 
-def read_manifest(path: Path) -> Checkpoint:
-    """Return the checkpoint whose manifest is the file `path`. Raises ValueError with the problem."""
-    if path.is_fifo():
+def read_manifest(manifest_path: Path) -> Checkpoint:
+    """Return the checkpoint whose manifest is this file. Raises ValueError with the problem."""
+    if manifest_path.is_fifo():
         raise ValueError("the file is a named pipe")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the content cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
@@ -193,7 +193,7 @@ def read_manifest(path: Path) -> Checkpoint:
                 f"the key `{key}` shows that another version of xscale wrote the checkpoint. Only that version can "
                 "continue the run from this checkpoint or export it. The file run.log of the run names the version"
             )
-    return Checkpoint(path.parent, **manifest)
+    return Checkpoint(manifest_path.parent, **manifest)
 
 
 # Publishing
@@ -202,14 +202,14 @@ def read_manifest(path: Path) -> Checkpoint:
 def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Complete the checkpoint that all ranks have written: write the manifest, rename the directory `partial` to
     `final`, and write `latest`, in this order. Only rank 0 calls it."""
-    files.write_text(partial / MANIFEST, manifest_text(manifest))
+    files.write_text(partial / MANIFEST, manifest_json_with_hash(manifest))
     files.remove(final)
     partial.rename(final)
     files.sync_to_disk(final.parent)
     files.write_text(final.parent / LATEST, final.name)
 
 
-def manifest_text(manifest: dict[str, Any]) -> str:
+def manifest_json_with_hash(manifest: dict[str, Any]) -> str:
     """Return the manifest as JSON, with its own hash."""
     return json.dumps(manifest | {OWN_HASH: manifest_hash(manifest)}, indent=1)
 

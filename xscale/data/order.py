@@ -154,7 +154,7 @@ class EpochOrder:
         if bits:
             if self._leading[0] != window:
                 self._leading = (window, rng.leading_bits_of_hashes(key, records, bits))
-            part = rng.part_of_permutation(key, self._leading[1], bits, position - window_start)
+            part = rng.part_of_permutation_at(key, self._leading[1], bits, position - window_start)
         else:
             part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
         ends = np.cumsum(self.counts[shards])

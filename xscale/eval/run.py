@@ -237,7 +237,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     if not folder.is_dir():
         raise UserError(f"--texts {folder}: this is not a folder. Write the path of a folder")
     texts: dict[str, dict[str, Path]] = {}
-    for path in files.list_visible_files(folder):
+    for path in files.list_visible_files_recursively(folder):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:
@@ -251,7 +251,9 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
 def warn_of_other_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> None:
     """Warn of the files in a folder that are not read. parallel: the result of find_parallel_files."""
     read = {path for paths in parallel.values() for path in paths.values()}
-    others = [str(path.relative_to(folder)) for path in files.list_visible_files(folder) if path not in read]
+    others = [
+        str(path.relative_to(folder)) for path in files.list_visible_files_recursively(folder) if path not in read
+    ]
     if parallel and others:
         more = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
         LOG.warning(

@@ -35,7 +35,7 @@ Lines = dict[str, pd.Series]
 """{label of a line: its number at each step}."""
 
 
-def draw_chart(lines: Lines, title: str) -> str:
+def draw_chart_as_data_url(lines: Lines, title: str) -> str:
     """Return a chart of lines as a data URL of SVG. If there are more lines than colours, only those with the worst
     last numbers are shown. title: has the name of the metric, which says whether high or low numbers are worse."""
     legend = ""

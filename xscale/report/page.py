@@ -9,7 +9,7 @@ import jinja2
 
 from xscale.eval.bootstrap import Score, p_value, weighted_sum
 from xscale.metric_keys import MetricKey, better_direction
-from xscale.report.charts import Lines, draw_chart
+from xscale.report.charts import Lines, draw_chart_as_data_url
 from xscale.report.read import CHECKSUM, Results, Run, ScoreName
 
 Cell = str | float | None
@@ -51,7 +51,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
             sections[-1].note = PAIRED
         add_score_tables(sections[-1], models, "not in file")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": format_cell, "picture": draw_chart}
+    environment.filters |= {"cell": format_cell, "picture": draw_chart_as_data_url}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     page = template.render(title=", ".join([*runs, *models]), sections=sections)
     return page.encode("utf-8", "replace").decode()  # names of files may have lone surrogates

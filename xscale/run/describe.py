@@ -12,7 +12,7 @@ from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError, redact
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
-from xscale.run.resolve import resolve_model_init
+from xscale.run.resolve import resolve_init_to_hugging_face
 
 DROPPED = 0.03
 """A run warns if more than this share of a stream's pairs is longer than data.max_length."""
@@ -22,7 +22,7 @@ HOT = 2e-4
 
 def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     """Return the lines to print before the first step."""
-    weights = resolve_model_init(recipe.model.init) or "random"  # of a run, the checkpoint that is read
+    weights = resolve_init_to_hugging_face(recipe.model.init) or "random"  # of a run, the checkpoint that is read
     lines = [f"peak learning rate {recipe.train.lr:g}, dropout {recipe.model.dropout:g}, initial weights: {weights}"]
     if recipe.train.epochs:
         lines.append(
@@ -38,13 +38,13 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
             "(data.lexicon_heldout)"
         )
         if not recipe.data.lexicons:
-            lines += unread_lexicon_warnings(lexicon)
+            lines += unread_files_beside_lexicon_warnings(lexicon)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
     return lines
 
 
-def unread_lexicon_warnings(lexicon: Lexicon) -> list[str]:
+def unread_files_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
     """Return a warning for each file beside a dictionary that has further entries in the same two languages."""
     lines = list[str]()
     known = set(read_entries(lexicon.path))
@@ -66,7 +66,7 @@ def unread_lexicon_warnings(lexicon: Lexicon) -> list[str]:
 def learning_rate_warnings(recipe: Recipe) -> list[str]:
     """Return a warning if a public encoder would be trained at a rate for random weights."""
     init = recipe.model.init
-    if init is None or recipe.train.lr <= HOT or xscale_field_of_init(resolve_model_init(init)):
+    if init is None or recipe.train.lr <= HOT or xscale_field_of_init(resolve_init_to_hugging_face(init)):
         return []
     return [
         f"warning: train.lr {recipe.train.lr:g} suits a model that starts from random weights, and would "
@@ -84,7 +84,7 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     unlinked = list[str]()
     for number in select_source_indices(stream.name, kind, languages, corpus.sources, recipe.data.languages):
         if number not in stream.sources:
-            unlinked.append(place_of_source(corpus.sources[number]))
+            unlinked.append(folder_or_url_of_source(corpus.sources[number]))
     if unlinked:
         lines.append(
             f"streams.{stream.name} does not read the folders {', '.join(sorted(unlinked))}, because their shards "
@@ -93,7 +93,7 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     return lines
 
 
-def place_of_source(source: Source) -> str:
+def folder_or_url_of_source(source: Source) -> str:
     """Return the folder of a source, or its URL."""
     return redact(source.remote.url) if source.remote else str(source.directory)
 
@@ -156,7 +156,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             folder = ""
             if names.count(name) > 1:
-                folder = f" of the folder {place_of_source(loader.corpus.sources[number])}"
+                folder = f" of the folder {folder_or_url_of_source(loader.corpus.sources[number])}"
             texts.append(f"{name} {weight:.2%} ({epochs:,.2f} epochs{folder})")
         yield (
             f"stream {stream.name} reads {stream.samples:,} samples per step{unless}. The languages have these "

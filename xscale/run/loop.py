@@ -79,7 +79,7 @@ class Trainer:
         day."""
         if self.manager.saved is None:
             if self.done == 0:
-                self.evaluations.evaluate_if_due(0)
+                self.evaluations.evaluate_and_compare_if_due(0)
             self.save(must_succeed=True)
 
     def loop(self, batches: Iterator[StepBatch]) -> ExitCode:
@@ -111,9 +111,9 @@ class Trainer:
             self.context.status.set_steps_done(number)
             self.metrics.trace_records(number, agreed.batch)
             if agreed.flush:
-                self.metrics.report_unreported_steps()
+                self.metrics.reduce_and_report_steps()
             try:
-                is_best = self.evaluations.evaluate_if_due(number)
+                is_best = self.evaluations.evaluate_and_compare_if_due(number)
             except UserError:  # a wrong checkpoint.best, which a resume may set
                 self.save(must_succeed=True)
                 raise
@@ -166,7 +166,7 @@ class Trainer:
 
     def save(self, must_succeed: bool) -> None:
         """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
-        self.metrics.report_unreported_steps()
+        self.metrics.reduce_and_report_steps()
         for lines in self.files:  # before a checkpoint says that their steps are done
             lines.flush_or_keep_lines(sync=True)
         loader = self.loader
@@ -178,7 +178,9 @@ class Trainer:
             "engine": self.config.settings_in_checkpoint(),
             "has_new_head": self.engine.module.encoder.has_new_head,
         }
-        self.manager.save(self.done, manifest, good=not self.metrics.skipped_in_a_row, must_succeed=must_succeed)
+        self.manager.save(
+            self.done, manifest, after_skipped_step=self.metrics.skipped_in_a_row > 0, must_succeed=must_succeed
+        )
 
     def write_config_and_tokenizer(self, path: Path) -> None:
         """Write the tokenizer and the model's config to a checkpoint. Rank 0 only."""

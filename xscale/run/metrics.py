@@ -65,7 +65,7 @@ class JsonLines:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            size = next((end for end, entry in files.entries_from_end(path) if entry["step"] <= after_step), 0)
+            size = next((end for end, entry in files.read_entries_backwards(path) if entry["step"] <= after_step), 0)
             with files.atomic_write(path) as kept:
                 kept.write_bytes(path.read_bytes()[:size])
         self.file = path.open("ab", buffering=0)
@@ -219,15 +219,15 @@ class RunMetrics:
         self.started = time.monotonic()
         self.last_line = 0.0
         self.unreported: list[UnreportedStep] = []
-        """The steps whose numbers the next `report_unreported_steps` reads from the device."""
+        """The steps whose numbers the next `reduce_and_report_steps` reads from the device."""
         self.last_flush = time.monotonic()
         """The time at which metrics were last read, or at which rank 0 asked to read them."""
         self.fp16: bool = manager.engine.fp16_enabled()
         self.skipped_in_a_row = 0
         """The number of steps, up to the newest reported one, that fp16 has skipped without a break."""
 
-    def begin_flush_if_due(self) -> bool:
-        """Return whether it is time to read metrics. If it is, the next interval begins."""
+    def restart_flush_timer_if_due(self) -> bool:
+        """Return whether it is time to read metrics. If it is, the next interval begins now."""
         if time.monotonic() - self.last_flush < FLUSH_SECONDS:
             return False
         self.last_flush = time.monotonic()
@@ -235,7 +235,7 @@ class RunMetrics:
 
     def report_excluded_step(self, number: int, samples: int, tokens: int) -> None:
         """Report an excluded step, whose records were read without changing the model."""
-        self.report_unreported_steps()
+        self.reduce_and_report_steps()
         excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
         self.lines.write(excluded | {"samples": samples, "tokens": tokens})
 
@@ -244,7 +244,7 @@ class RunMetrics:
         for stream, keys in batch.record_keys.items():
             self.trace.write({"step": number, "stream": stream, "keys": keys})
 
-    def report_unreported_steps(self) -> None:
+    def reduce_and_report_steps(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
         if one of these steps is not finite."""
         self.last_flush = time.monotonic()
@@ -278,10 +278,10 @@ class RunMetrics:
         for entry, step in zip(entries, steps, strict=True):
             self.check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
 
-    def check_finite(self, entry: dict[str, Any], batch: StepBatch, finite: bool) -> None:
+    def check_finite(self, entry: dict[str, Any], batch: StepBatch, is_rank_finite: bool) -> None:
         """Raise NotFinite on all ranks if a step's losses or its gradient are not finite. fp16 may skip fewer than
-        MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. finite: whether this rank's own losses
-        are finite."""
+        MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. is_rank_finite: whether this rank's
+        own losses are finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if entry["skipped"] else 0
         if self.fp16 and 0 < self.skipped_in_a_row < MOST_SKIPPED:
             return
@@ -296,13 +296,15 @@ class RunMetrics:
             scale = entry.get("loss_scale")
             what = f"the fp16 gradient of {self.skipped_in_a_row} consecutive steps (loss scale {scale:g})"
         if what:
-            self.write_records_and_raise_not_finite(entry["step"], what, batch, finite)
+            self.write_records_and_raise_not_finite(entry["step"], what, batch, is_rank_finite)
 
-    def write_records_and_raise_not_finite(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
-        whether this rank's losses are finite."""
+    def write_records_and_raise_not_finite(
+        self, number: int, what: str, batch: StepBatch, is_rank_finite: bool
+    ) -> NoReturn:
+        """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite.
+        is_rank_finite: whether this rank's losses are finite."""
         path = self.context.out / NOT_FINITE
-        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.record_keys}
+        records_of_rank = {"rank": self.context.process.rank, "finite": is_rank_finite, "keys": batch.record_keys}
         lines = list[str]()
         for records in self.context.cpu_group.all_gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")

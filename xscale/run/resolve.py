@@ -26,14 +26,14 @@ def resolve_run(
     recipe = load_recipe(recipe_name, sets, OBJECTIVES)
     check_starting_weights(recipe_name, recipe, sets)
     if recipe.model.dropout is None:
-        dropout = configured_dropout(resolve_model_init(recipe.model.init))
+        dropout = configured_dropout(resolve_init_to_hugging_face(recipe.model.init))
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
         raise UserError(
             f"recipe {recipe_name}: model.dropout is null in a phase, but a phase must set a number. Write a number, "
             "or remove model.dropout from the phase"
         )
-    init = resolve_model_init(recipe.model.init)
+    init = resolve_init_to_hugging_face(recipe.model.init)
     corpus = open_corpus(
         recipe,
         OBJECTIVES,
@@ -46,7 +46,7 @@ def resolve_run(
     return convert_epochs_to_steps(recipe, corpus), corpus
 
 
-def resolve_model_init(init: str | None) -> str | Path | None:
+def resolve_init_to_hugging_face(init: str | None) -> str | Path | None:
     """Return model.init, or if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     if init and checkpoints.is_run_or_checkpoint(Path(init)):
         return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
@@ -65,7 +65,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
         return
-    if xscale_field_of_init(resolve_model_init(init)):
+    if xscale_field_of_init(resolve_init_to_hugging_face(init)):
         return  # trained by xscale
     raise UserError(
         f"recipe {recipe_name} is for random weights: its learning rate, train.lr {recipe.train.lr:g}, would harm "
@@ -74,7 +74,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     )
 
 
-def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
+def build_initial_module(recipe: Recipe, corpus: Corpus) -> StepModule:
     """Build the module of step 0."""
     return StepModule(build_initial_encoder(recipe, corpus, load_initial_model), recipe)
 

@@ -52,7 +52,7 @@ def find_starting_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint from which a start continues, with a position in each source of the corpus; None: the start
     begins at step 0. args: the arguments of train.py. All ranks call it together. Raises UserError."""
-    checkpoint = find_checkpoint(args, identity, cpu_group)
+    checkpoint = find_own_or_fork_checkpoint(args, identity, cpu_group)
     if checkpoint is None:
         return None
     checkpoint = with_corpus_positions(checkpoint, recipe, corpus)
@@ -67,12 +67,14 @@ def find_starting_checkpoint(
     return checkpoint
 
 
-def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_group: CpuGroup) -> Checkpoint | None:
+def find_own_or_fork_checkpoint(
+    args: argparse.Namespace, identity: dict[str, Any], cpu_group: CpuGroup
+) -> Checkpoint | None:
     """Return the run's own checkpoint, or if it has none yet, that of --fork. Without either, return None. args: the
     arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are damaged."""
     if args.resume == "never":
         return None
-    if checkpoint := find_own_checkpoint(args.out, args.resume, cpu_group):
+    if checkpoint := find_resume_checkpoint(args.out, args.resume, cpu_group):
         if differences := run_status.identity_differences(checkpoint.identity, identity):
             raise UserError(
                 f"checkpoint {checkpoint.path} belongs to a run with other settings than this command. To continue the "
@@ -86,7 +88,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
                 f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
-        checkpoint = checkpoints.read_undamaged_checkpoint(find_fork_checkpoint(args.fork), cpu_group)
+        checkpoint = checkpoints.read_undamaged_checkpoint(complete_checkpoint_path(args.fork), cpu_group)
         if differences := run_status.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork}: settings that a fork cannot change differ from those of the forked run. Use the "
@@ -96,15 +98,15 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], cpu_grou
     return checkpoint
 
 
-def find_own_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
+def find_resume_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     if resume != "auto":
         return checkpoints.read_undamaged_checkpoint(checkpoints.resolve_checkpoint(Path(resume)), cpu_group)
     path = out / "checkpoints"
-    if checkpoint := checkpoints.find_newest_valid(path, cpu_group):
+    if checkpoint := checkpoints.find_newest_undamaged(path, cpu_group):
         return checkpoint
     metrics = out / "metrics.jsonl"
-    if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
+    if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.read_entries_backwards(metrics))):
         raise UserError(
             f"the run in {out} has trained, but {path} has no undamaged checkpoint. A checkpoint without "
             f"{checkpoints.MANIFEST} counts as damaged. Restore a checkpoint from a copy, or move {out} to another "
@@ -121,7 +123,7 @@ def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
         if checkpoints.step_from_name(path) <= checkpoint.step:
             files.write_text(directory / checkpoints.LATEST, path.name)
             break
-        withdrawn = files.partial_path(path)  # the next save removes it
+        withdrawn = files.checked_partial_path(path)  # the next save removes it
         files.remove(withdrawn)
         path.rename(withdrawn)
         LOG.warning(
@@ -168,35 +170,35 @@ def source_fingerprints(identity: dict[str, Any]) -> list[str]:
 # Forks
 
 
-def checkpoint_path(fork: str) -> Path:
+def checkpoint_path(run_at_step: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError."""
-    run, _, step = fork.rpartition("@")
+    run, _, step = run_at_step.rpartition("@")
     if not run or not step.isdecimal():
         raise UserError(
-            f"--fork {fork}: the form must be RUN@STEP, the folder of a run and the step of one of its "
+            f"--fork {run_at_step}: the form must be RUN@STEP, the folder of a run and the step of one of its "
             "checkpoints, such as runs/xlm@8000"
         )
     return Path(run) / "checkpoints" / f"step_{int(step):08d}"
 
 
-def began_at_checkpoint(out: Path, fork: str) -> bool:
+def began_at_checkpoint(out: Path, run_at_step: str) -> bool:
     """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP. Raises UserError."""
-    path = checkpoint_path(fork)
+    path = checkpoint_path(run_at_step)
     with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
         (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
         return path.resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}").resolve()
     return False
 
 
-def find_fork_checkpoint(fork: str) -> Path:
+def complete_checkpoint_path(run_at_step: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no such checkpoint."""
-    path = checkpoint_path(fork)
+    path = checkpoint_path(run_at_step)
     complete = checkpoints.list_checkpoints(path.parent)
     if path not in complete:
         steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}. Choose another run, or a step with a complete "
-            f"checkpoint in {path.parent} (steps with a complete checkpoint: {steps or 'none'})"
+            f"--fork {run_at_step}: there is no complete checkpoint {path}. Choose another run, or a step with a "
+            f"complete checkpoint in {path.parent} (steps with a complete checkpoint: {steps or 'none'})"
         )
     return path
 

@@ -33,7 +33,7 @@ from xscale.errors import (
     UserError,
     indent_lines,
     redact,
-    safe_to_show,
+    redact_and_escape,
 )
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
@@ -93,7 +93,7 @@ def read_status(out: Path) -> dict[str, Any]:
     return {}
 
 
-def may_write_status(out: Path) -> bool:
+def is_new_or_unlocked_unfinished_run(out: Path) -> bool:
     """Return whether the directory is new, or belongs to a run that is not done and that no process has locked. If so,
     a start that has failed before it had the lock may write its status there."""
     try:
@@ -174,7 +174,7 @@ class _Printable(logging.Formatter):
     """A formatter that escapes control characters, which names of files and records may have."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return safe_to_show(super().format(record))
+        return redact_and_escape(super().format(record))
 
 
 # The status of a run
@@ -263,17 +263,17 @@ class Status:
         """True once this run has the directory's lock."""
         self.step: int | None = None
         """The number of steps done; None before the first step of this start."""
-        self.before: dict[str, Any] = {}
+        self.status_before_start: dict[str, Any] = {}
         """The content of status.json before this start."""
 
     def set_steps_done(self, step: int) -> None:
         """Set the number of steps done, which the next write of status.json has."""
         self.step = step
 
-    def write_running(self, before: dict[str, Any]) -> None:
-        """Note that this run has the directory's lock. before: see the field. All ranks call it."""
+    def note_lock_and_write_running(self, status_before_start: dict[str, Any]) -> None:
+        """Note that this run has the directory's lock. Rank 0 writes the status. All ranks call it."""
         self.has_lock = True
-        self.before = before
+        self.status_before_start = status_before_start
         if self.process.is_main:
             self._write("running", None, "")
 
@@ -296,20 +296,27 @@ class Status:
         """Log an error that ends the run, and write it to status.json if `out` belongs to this run. If the run was done
         before, and the command is refused before its first step, such as for a wrong --fork, the run is still done."""
         LOG.debug("".join(traceback.format_exception(error)))
-        may_write = self.has_lock or (self.process.is_main and may_write_status(self.out))
+        may_write = self.has_lock or (self.process.is_main and is_new_or_unlocked_unfinished_run(self.out))
         if not may_write or isinstance(error, DirectoryTaken):
             return
-        if type(error) is UserError and self.before.get("status") == NAMES[DONE] and self.step is None:
+        if type(error) is UserError and self.status_before_start.get("status") == NAMES[DONE] and self.step is None:
             if self.process.is_main:
                 with suppress(OSError):
-                    self._write_entry(self.before)
+                    self._write_entry(self.status_before_start)
             return
         self.write_end(*exit_code_and_message(error))
 
     def _write(self, status: str, code: int | None, why: str) -> None:
-        entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
-        entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        self._write_entry(entry)
+        self._write_entry(
+            {
+                "status": status,
+                "code": code,
+                "why": redact(why),
+                "step": self.step,
+                "rank": self.process.rank,
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+        )
 
     def _write_entry(self, entry: dict[str, Any]) -> None:
         partial = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once

@@ -64,7 +64,9 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             return run_status.DONE
         trainer, batches = set_up_training(args, run, context, checkpoint)
         if run_status.read_status(args.out).get("status") == "running":  # no other rank has failed meanwhile
-            status.write_running(status.before)  # with the step: slurm/pretrain.sbatch reads whether training has begun
+            status.note_lock_and_write_running(
+                status.status_before_start
+            )  # with the step: slurm/pretrain.sbatch reads whether training has begun
         try:
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
@@ -101,12 +103,11 @@ def claim_folder(
         except OSError as error:
             raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder") from None
         locks.append(files.Lock(out))
-        run_status.check_folder_is_free_or_own(
-            out, run.identity, args.resume
-        )  # the lock may have waited for another run
+        # The lock may have waited for another run.
+        run_status.check_folder_is_free_or_own(out, run.identity, args.resume)
         return run_status.read_status(out)
 
-    status.write_running(cpu_group.value_from_main(claim))
+    status.note_lock_and_write_running(cpu_group.value_from_main(claim))
     if not out.is_dir():
         raise UserError(
             f"--out {out} does not exist on {os.uname().nodename}, the host of rank {process.rank}. Choose a "
@@ -131,14 +132,14 @@ def set_up_training(
     context.watch.note("estimating the number of tokens of the data")
     calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, context.cpu_group)
     context.watch.note("building the model")
-    module = resolve.module_of_run(recipe, run.corpus)
+    module = resolve.build_initial_module(recipe, run.corpus)
     if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
         module.encoder.has_new_head = checkpoint.has_new_head
     loader = Loader(recipe, run.corpus, calibration)
     loader = resolve.fit_rows_into_gpu_memory(
         loader, module, run.config, run.hardware.memory, context.cpu_group, LOG.info
     )
-    context.cpu_group.value_from_main(lambda: write_config_files(args.out, run, loader, checkpoint))
+    context.cpu_group.value_from_main(lambda: write_config_and_log_shares(args.out, run, loader, checkpoint))
     data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
@@ -160,7 +161,7 @@ def set_up_training(
         f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:
-        warm_up_queues(engine.module, loader, context.process, engine.device, context.watch.note)
+        prefill_queues(engine.module, loader, context.process, engine.device, context.watch.note)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
     return trainer, loader.start_workers(context.process, engine.device.type, plans)
 
@@ -177,7 +178,7 @@ def code_version() -> str:
     return __version__
 
 
-def write_config_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
+def write_config_and_log_shares(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
     """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only.
     Raises UserError if the entries of a source are damaged."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
@@ -222,11 +223,11 @@ def prefill_loader_of_stream(loader: Loader, stream: Stream) -> Loader:
     return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
 
-def warm_up_queues(
+def prefill_queues(
     module: StepModule, loader: Loader, process: Process, device: torch.device, note_progress: Callable[[str], None]
 ) -> None:
-    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
-    reads each stream's data in a different order than training does, and does not change the stream's position.
+    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. Each
+    stream's data are read in a different order than training reads them, and the stream's position does not change.
     note_progress: a function that gets what this rank is doing, as often as the rank makes progress."""
     for stream in loader.last_streams:
         name = stream.name

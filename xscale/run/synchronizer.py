@@ -115,13 +115,12 @@ class StepSynchronizer:
             for stream, count in batch.auxiliary_vector_counts().items():
                 vector_counts_of_ranks[stream] = [0] * self.context.process.world
                 vector_counts_of_ranks[stream][self.context.process.rank] = count
-            flush = int(self.context.process.is_main and self.metrics.begin_flush_if_due())
             numbers, structure = tree_flatten(
                 {
                     "counts": batch.counts_without_languages(),
                     "cost": batch.cost(),
                     "samples": batch.sample_count(),
-                    "flush": flush,
+                    "flush": int(self.context.process.is_main and self.metrics.restart_flush_timer_if_due()),
                     "vector_counts_of_ranks": vector_counts_of_ranks,
                 }
             )
@@ -165,5 +164,5 @@ def raise_on_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: Ru
     problems = [other for other in cpu_group.all_gather(problem) if other]
     first = min(problems, key=lambda other: not isinstance(other, DirectoryTaken))
     if not isinstance(first, DirectoryTaken):
-        metrics.report_unreported_steps()
+        metrics.reduce_and_report_steps()
     raise error or first

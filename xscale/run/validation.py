@@ -56,7 +56,7 @@ class Validation:
         Raises UserError if evals.jsonl has no line of the checkpoint that the file `best` names."""
         path = self.context.out / EVALS
         evaluated = set[float]()
-        for _, entry in files.entries_from_end(path) if path.exists() else ():
+        for _, entry in files.read_entries_backwards(path) if path.exists() else ():
             with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
                 if entry["step"] <= step:
                     self.record_selection_metric(entry["step"], entry["results"])
@@ -97,13 +97,13 @@ class Validation:
                 file.unlink(missing_ok=True)
         return {checkpoints.step_from_name(best)} if best else set()
 
-    def evaluate_if_due(self, step: int) -> bool:
+    def evaluate_and_compare_if_due(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
         checkpoints, by the number that checkpoint.best names."""
         section = self.recipe.eval
         if not section.tasks or (step % section.every and step != self.recipe.train.steps):
             return False
-        self.metrics.report_unreported_steps()
+        self.metrics.reduce_and_report_steps()
         self.context.watch.note(f"evaluating after step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
@@ -126,13 +126,14 @@ class Validation:
 
     def report_results(self, step: int, results: dict[str, Results], seconds: float) -> None:
         """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
-        line = {
-            "step": step,
-            "results": results,
-            "intervals": intervals_of_scores(results),
-            "seconds": round(seconds, 3),
-        }
-        self.lines.write(line)
+        self.lines.write(
+            {
+                "step": step,
+                "results": results,
+                "intervals": intervals_of_scores(results),
+                "seconds": round(seconds, 3),
+            }
+        )
         entry: dict[str, Any] = {"step": step}
         shown = [f"evaluation after step {step} took {seconds:.1f} s"]
         for task, rows in results.items():

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from xscale import files
-from xscale.errors import LOG, find_launchers, hold_signals
+from xscale.errors import LOG, block_sigusr2_and_dump_on_sigusr1, find_launchers
 from xscale.ranks import CpuGroup, Process
 from xscale.run.run_status import STUCK, Status
 
@@ -53,8 +53,10 @@ class StopRequest:
         for number in SIGNALS:
             # Nohup makes processes ignore SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note_signal)  # threads older than `hold_signals` may get SIGUSR2
-        hold_signals()
+                signal.signal(
+                    number, self._note_signal
+                )  # threads older than `block_sigusr2_and_dump_on_sigusr1` may get SIGUSR2
+        block_sigusr2_and_dump_on_sigusr1()
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
@@ -110,7 +112,7 @@ class Watch:
         """The seconds between two checks."""
         self.first_warning = min(FIRST_WARNING_SECONDS, self.limit / 2)
         # Each function has its own thread, because a file system may hold up the report.
-        for function in (self._watch, self._report_until_closed):
+        for function in (self._check_until_closed, self._report_until_closed):
             threading.Thread(target=function, daemon=True).start()
 
     def note(self, doing: str) -> None:
@@ -127,7 +129,7 @@ class Watch:
     def close(self) -> None:
         self.closed.set()
 
-    def _watch(self) -> None:
+    def _check_until_closed(self) -> None:
         """Until `close`, check whether this rank makes progress."""
         seen = [*self.progress]
         progress = 0.0
