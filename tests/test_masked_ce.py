@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,7 @@ def test_a_gpu_s_chunks_are_as_large_as_its_memory_allows() -> None:
 def interpret() -> None:
     """Losses, hits and the gradient in the logits' place; several turns of a program's loop, and any end."""
     torch.manual_seed(0)
+    compute = kernel.losses_overwriting_logits
     block = kernel.LAUNCH["BLOCK"]
     for v, dtype, smoothing, z_loss in (
         (61, torch.float32, 0.0, 0.0), (block, torch.float16, 0.2, 0.0), (2 * block + 1, torch.bfloat16, 0.0, 0.03),
@@ -378,9 +380,7 @@ def interpret() -> None:
             ]  # the interpreter truncates bf16
             for factors in (None, torch.tensor([512.0, 0.0, 0.5, 3.0])):
                 given, fence = strided(logits), None if factors is None else fenced(factors)
-                losses, right = kernel.losses_(
-                    None if bias is None else fenced(bias), given, labels, fence, smoothing, z_loss
-                )
+                losses, right = compute(None if bias is None else fenced(bias), given, labels, fence, smoothing, z_loss)
                 torch.testing.assert_close(losses.double(), expected.detach(), rtol=3e-6, atol=3e-6)
                 assert torch.equal(right, wide.argmax(-1) == labels)
                 if factors is None:
@@ -391,17 +391,17 @@ def interpret() -> None:
 
     ties = torch.zeros(2, block + 9)
     ties[:, [7, 9, block + 7]] = 1.0
-    assert kernel.losses_(None, strided(ties), torch.tensor([7, block + 7]), None, 0.0, 0.0)[1].tolist() == [1, 0]
+    assert compute(None, strided(ties), torch.tensor([7, block + 7]), None, 0.0, 0.0)[1].tolist() == [1, 0]
     for spoilt in ("inf", "nan"):
         logits = torch.randn(2, 40)
         logits[0, 7] = float(spoilt)
-        losses, _ = kernel.losses_(None, given := strided(logits), torch.tensor([3, 3]), torch.ones(2), 0.0, 0.0)
+        losses, _ = compute(None, given := strided(logits), torch.tensor([3, 3]), torch.ones(2), 0.0, 0.0)
         assert losses.isfinite().tolist() == given.isfinite().all(1).tolist() == [False, True]
     masked = strided(torch.tensor([[0.0, -float("inf"), 1.0]]))
     torch.testing.assert_close(
-        kernel.losses_(None, masked, torch.tensor([2]), torch.ones(1), 0.0, 0.0)[0].exp().item(), 1 + 1 / math.e
+        compute(None, masked, torch.tensor([2]), torch.ones(1), 0.0, 0.0)[0].exp().item(), 1 + 1 / math.e
     )
-    assert len(kernel.losses_(None, torch.zeros(0, 16), torch.zeros(0, dtype=torch.long), None, 0.0, 0.0)[0]) == 0
+    assert len(compute(None, torch.zeros(0, 16), torch.zeros(0, dtype=torch.long), None, 0.0, 0.0)[0]) == 0
 
     with (
         mock.patch.object(masked_ce, "_kernel_module", lambda features: kernel),
@@ -439,7 +439,8 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int
     labels, factors = torch.zeros(2, dtype=torch.long), torch.ones(2)
     for with_bias in (False, True):
         arguments = bias if with_bias else None, logits, labels, factors, 0.1 * smooth, 1e-4
-        program = compiled(kernel, "softmax_losses", arch, lambda: kernel.losses_(*arguments))  # noqa: B023
+        compute = partial(kernel.losses_overwriting_logits, *arguments)
+        program = compiled(kernel, "softmax_losses", arch, compute)
         assert re.search(r"muli .*: i64", program.asm["ttir"])
         found = memory_instructions(program, tmp_path)
         pieces = kernel.LAUNCH["BLOCK"] // (32 * kernel.LAUNCH["num_warps"]) * dtype.itemsize // 16  # of a thread

@@ -69,13 +69,13 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
     write_checkpoint(tmp_path, old, stage)
     names = [name for group in GROUPS for name in group]
     opened: list[int] = []
-    load = private.load_state
+    load = private.load_checkpoint_file
 
     def counting(path: Path) -> Any:
         opened.extend([int(path.name.split("_")[3])] if path.name.startswith("zero") else [])
         return load(path)
 
-    monkeypatch.setattr(private, "load_state", counting)
+    monkeypatch.setattr(private, "load_checkpoint_file", counting)
     for new in (1, 2, 4, 8):
         for rank in range(new):
             opened.clear()

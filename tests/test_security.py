@@ -37,7 +37,7 @@ def test_a_checkpoint_has_only_known_types(tmp_path: Path) -> None:
     scaler = DynamicLossScaler(2**16, 100, 1.0, 1, False)
     state = {"scaler": scaler, "stage": ZeroStageEnum.gradients, "at": fragment_address(3, 4), "w": torch.ones(3)}
     torch.save(state, tmp_path / "known.pt")
-    loaded = private.load_state(tmp_path / "known.pt")
+    loaded = private.load_checkpoint_file(tmp_path / "known.pt")
     assert vars(loaded["scaler"]) == vars(scaler) and loaded["stage"] is ZeroStageEnum.gradients
     assert loaded["at"] == fragment_address(3, 4) and loaded["w"].equal(torch.ones(3))
 

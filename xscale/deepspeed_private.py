@@ -84,7 +84,7 @@ def weights_without_gradient(engine: Any) -> list[nn.Parameter]:
 
 
 @contextmanager
-def as_backward_pass(engine: Any) -> Iterator[None]:
+def setting_gradients_by_hand(engine: Any) -> Iterator[None]:
     """Return a context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
@@ -107,11 +107,11 @@ def remove_gradient_hooks(engine: Any) -> None:
         hooks.clear()
 
 
-def has_flat_gradients(engine: Any) -> bool:
-    """Return whether this engine's gradients are views of flat tensors, which `average_flat_gradients` averages.
+def supports_flat_gradients(engine: Any) -> bool:
+    """Return whether this engine's gradients can be views of flat tensors, which `average_flat_gradients` averages.
 
-    Gradients are flat at stages 1 and 2, with three exceptions: the optimizer is in host memory; DeepSpeed keeps
-    gradients in fp32 beside 16-bit weights; `reduce_scatter` is false, and DeepSpeed scales gradients in another way.
+    They can be at stages 1 and 2, with three exceptions: the optimizer is in host memory; DeepSpeed keeps gradients in
+    fp32 beside 16-bit weights; `reduce_scatter` is false, and DeepSpeed scales gradients in another way.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
@@ -132,7 +132,7 @@ def allocate_flat_gradients(engine: Any) -> list[Tensor]:
     return flat_gradients
 
 
-def no_reduction(engine: Any) -> AbstractContextManager[Any]:
+def without_gradient_reduction(engine: Any) -> AbstractContextManager[Any]:
     """Return a context whose backward passes reduce nothing. DeepSpeed's own `no_sync` refuses stage 2, where hooks
     reduce (`remove_gradient_hooks`)."""
     return mock.patch.object(engine, "inside_no_sync_ctxt", True)
@@ -247,10 +247,10 @@ def loading_known_types_only() -> Iterator[None]:
         yield
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_checkpoint_file(file: Path) -> dict[str, Any]:
     """Return the content of one of DeepSpeed's files. Its tensors are read when they are used."""
     with loading_known_types_only():
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
 def register_plain_zero_stage_pickling() -> None:
@@ -280,13 +280,13 @@ def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
     return contents
 
 
-def model_state_path(path: Path) -> Path:
-    return next(path.glob("*mp_rank_00_model_states.pt"))
+def model_state_path(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("*mp_rank_00_model_states.pt"))
 
 
-def partition_paths(path: Path) -> list[Path]:
+def partition_paths(checkpoint: Path) -> list[Path]:
     """Return the paths of the optimizer's partitions in the order of ranks; [] at stage 0."""
-    files = path.glob("*zero_pp_rank_*_optim_states.pt")
+    files = checkpoint.glob("*zero_pp_rank_*_optim_states.pt")
     return sorted(files, key=lambda file: int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]))
 
 

@@ -25,7 +25,7 @@ from xscale.run.resume import find_starting_checkpoint, restore_or_measure_calib
 from xscale.run.start import prepare_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
-from xscale.step.engine import check_stage_3
+from xscale.step.engine import check_objectives_support_stage
 from xscale.step.module import StepModule
 
 PLANNED_MEMORY = 80 << 30
@@ -45,7 +45,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     calibration = restore_or_measure_calibration(run.recipe, run.corpus, checkpoint, CpuGroup())
     loader = Loader(run.recipe, run.corpus, calibration)
     loader = fit_rows_into_gpu_memory(loader, module, run.config, hardware.memory, CpuGroup(), print)
-    check_stage_3(module, run.config.stage)
+    check_objectives_support_stage(module, run.config.stage)
     print(
         redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),
         "ds_config: " + yaml.safe_dump(run.config.resolved, sort_keys=False),

@@ -63,7 +63,7 @@ class SavedPartitions:
         names: the names of the module's parameters, in their order. new_heads: those of `names` that have parameter
         groups of their own, see parameter_groups_by_decay.
         """
-        self.model = private.load_state(private.model_state_path(path))
+        self.model = private.load_checkpoint_file(private.model_state_path(path))
         self.files = private.partition_paths(path)
         self.opened: dict[int, list[SavedSlice]] = {}
         """Number of a rank -> its slice of each group, for files that are open."""
@@ -94,7 +94,7 @@ class SavedPartitions:
 
     def _open_partition(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its slices in `opened`, and return its content."""
-        content = private.load_state(self.files[rank])
+        content = private.load_checkpoint_file(self.files[rank])
         self.opened[rank] = [SavedSlice.from_state(*saved) for saved in private.weights_and_states_of_groups(content)]
         return content
 

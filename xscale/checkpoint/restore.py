@@ -15,7 +15,7 @@ from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_engine_state
 from xscale.checkpoint.store import Checkpoint
 from xscale.deepspeed_private import (
-    load_state,
+    load_checkpoint_file,
     loading_known_types_only,
     model_state_path,
     partition_paths,
@@ -56,7 +56,7 @@ def read_full_weights(path: Path) -> dict[str, Tensor]:
             # DeepSpeed takes the path for a pattern of glob, in which [ and * have a meaning.
             Path(folder, "checkpoint").symlink_to(path.resolve())
             return get_fp32_state_dict_from_zero_checkpoint(folder, tag="checkpoint")
-    return weights_and_states_of_stage_0(load_state(model_state_path(path)))[0]
+    return weights_and_states_of_stage_0(load_checkpoint_file(model_state_path(path)))[0]
 
 
 def read_and_broadcast_weights(path: Path, cpu_group: CpuGroup) -> dict[str, Tensor]:

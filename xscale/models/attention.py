@@ -83,18 +83,18 @@ class Block(NamedTuple):
     masks: list[Tensor]
     """Additive attention masks: one hides padding [R, 1, L], one hides tokens outside the sliding window [1, L, L]."""
 
-    def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
-        """Return the block's tokens of rows [N, P, A, W] as [P, n, A, L, W]. Padding is 0 if `zeros`, else
+    def pad(self, rows: Tensor, with_zeros: bool = False) -> Tensor:
+        """Return the block's tokens of rows [N, P, A, W] as [P, n, A, L, W]. Padding is 0 if `with_zeros`, else
         arbitrary."""
         rows = rows[self.tokens]
         if self.padded_position is not None and self.source_token is not None:
-            if zeros:
+            if with_zeros:
                 rows = rows.new_zeros(self.n * self.L, *rows.shape[1:]).index_copy_(0, self.padded_position, rows)
             else:
                 rows = rows.index_select(0, self.source_token)
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
-    def buffer_element_counts(self, X: int, dropout: float) -> list[int]:
+    def saved_element_counts(self, X: int, dropout: float) -> list[int]:
         """Return the numbers of elements that the backward pass reads: padded queries, keys and values, the attention
         weights, and with dropout the dropped ones."""
         weights = self.n * self.heads * self.L * self.L
@@ -164,7 +164,7 @@ class _BlockAttention(torch.autograd.Function):
         out_NH = qkv_NX.new_empty(N, X // 3)
         blocks = _divide_into_blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
         assert blocks[-1].tokens.stop == N, "the number of tokens in the row is not the sum of `lengths`"
-        sizes = [sum(block.buffer_element_counts(X, dropout)) for block in blocks]
+        sizes = [sum(block.saved_element_counts(X, dropout)) for block in blocks]
         keep = ctx.needs_input_grad[0]
         buffer = qkv_NX.new_empty(sum(sizes) if keep else max(sizes))
         generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
@@ -188,9 +188,9 @@ class _BlockAttention(torch.autograd.Function):
         grad = grad_NH.reshape(N, 1, ctx.blocks[0].heads, -1)
         delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
         d_qkv = grad_NH.new_empty(N, 3, *grad.shape[2:])
-        for block, (q, k, v), p, dropped in _block_views(buffer, ctx.blocks, 3 * H, ctx.dropout, keep=True):
-            g = block.pad(grad, zeros=True)[0].flatten(0, 1)
-            delta_RL1 = block.pad(delta, zeros=True)[0].flatten(0, 1)
+        for block, (q, k, v), p, dropped in _block_views(buffer, ctx.blocks, 3 * H, ctx.dropout, keep_all=True):
+            g = block.pad(grad, with_zeros=True)[0].flatten(0, 1)
+            delta_RL1 = block.pad(delta, with_zeros=True)[0].flatten(0, 1)
             dx = q.new_empty(3, *q.shape)
             scale = q.shape[-1] ** -0.5
             torch.bmm(dropped.transpose(1, 2), g, out=dx[2])
@@ -202,29 +202,29 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _block_views(
-    buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
+    buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep_all: bool
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention
     weights before and after dropout [R, L, L]. Without dropout, the last two are the same view.
 
-    If `keep`, the views of different blocks do not overlap, so that the backward pass can read them. Otherwise each
-    block begins at the buffer's start.
+    If `keep_all`, the views of different blocks do not overlap, so that the backward pass can read them. Otherwise
+    each block begins at the buffer's start.
     """
     start = 0
     for block in blocks:
         R = block.n * block.heads
-        sizes = block.buffer_element_counts(X, dropout)
+        sizes = block.saved_element_counts(X, dropout)
         qkv, *weights = buffer[start : start + sum(sizes)].split(sizes)
         p = weights[0].view(R, block.L, block.L)
         yield block, qkv.view(3, R, block.L, -1), p, weights[-1].view_as(p)
-        if keep:
+        if keep_all:
             start += sum(sizes)
 
 
-def _masked_scores(x: Tensor, masks: list[Tensor]) -> Tensor:
-    """Return q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
-    q = x[0]
-    k_transposed = x[1].transpose(1, 2)
+def _masked_scores(qkv: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return q k^T / sqrt(D) + masks [R, L, L] for qkv [3, R, L, D]."""
+    q = qkv[0]
+    k_transposed = qkv[1].transpose(1, 2)
     scale = q.shape[-1] ** -0.5
     if not masks:
         return torch.baddbmm(q.new_empty(1), q, k_transposed, beta=0, alpha=scale)

@@ -256,23 +256,23 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 def configured_dropout(init: str | Path | None) -> float:
     """Return the dropout of the hidden states that the config of `model.init` has, or 0.1 if it has none."""
-    config = _read_config(init) if init else None
+    config = _find_config(init) if init else None
     names = dropout_fields(getattr(config, "model_type", ""), 0.0)
     return float(getattr(config, next(iter(names)), 0.1))
 
 
-def has_segments(init: str | Path | None, preset: str) -> bool:
+def has_segment_embeddings(init: str | Path | None, preset: str) -> bool:
     """Return whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_read_config(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
+    return getattr(_find_config(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
         "language_embeddings"
     )
 
 
 def xscale_field_of_init(init: str | Path | None) -> dict[str, Any]:
     """Return the field `xscale` of the config of `model.init`, or {} if `init` is None."""
-    return read_xscale_field(_read_config(init), f"model.init {init}") if init else {}
+    return read_xscale_field(_find_config(init), f"model.init {init}") if init else {}
 
 
 def read_xscale_field(config: Any, model_name: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def read_xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     return fields
 
 
-def _read_config(init: str | Path) -> Any:
+def _find_config(init: str | Path) -> Any:
     """Return the config, or None if it cannot be read. An error is reported later, when the weights are loaded."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
@@ -328,9 +328,9 @@ def _set_token_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     lm.config.type_vocab_size = len(table)
 
 
-def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings: bool) -> list[str]:
-    """Give each language of the run a row of the model's token-type table if `embeddings`, else make all rows copies of
-    row 0. Return the languages in the order of their rows.
+def _assign_language_rows(lm: PreTrainedModel, languages: list[str], language_embeddings: bool) -> list[str]:
+    """Give each language of the run a row of the model's token-type table if `language_embeddings`, else make all rows
+    copies of row 0. Return the languages in the order of their rows.
 
     Languages that the model knows keep their rows, in any spelling. The row of a new language starts as a copy of row
     0, the neutral row. In a model without language embeddings, row 0 of the table is the token type of single
@@ -338,12 +338,12 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
-    if not known and not embeddings:
+    if not known and not language_embeddings:
         return languages
     names = [*languages, *(name for name in known if not find_spellings(name, languages))]
     old = _token_type_table(lm)
     table = old[0].repeat(max(_require_token_type_count(lm.config), 1 + len(names)), 1)
-    if not embeddings:
+    if not language_embeddings:
         LOG.warning(
             f"model.init has language embeddings of {', '.join(known)}, but no stream of this run sets "
             "language_embeddings. So all text gets the neutral embedding, which belongs to no language. To use the "
@@ -358,7 +358,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
             "languages start as copies of the neutral embedding of model.init, which belongs to no language"
         )
     _set_token_type_table(lm, table)
-    return names if embeddings else languages
+    return names if language_embeddings else languages
 
 
 def parameter_groups_by_decay(

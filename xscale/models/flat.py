@@ -83,10 +83,10 @@ def _bert_layer(layer: Any, x: Tensor, tokens: Tokens, seed: int, number: int, p
     )
 
 
-def _dropout_add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
+def _dropout_add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, norm_number: int) -> Tensor:
     if should_fuse(x, norm):
         # The seeds of attention are below 2^62 + layers.
-        return fused_dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
+        return fused_dropout_add_norm(x, residual, p, norm, seed + 2**62 + norm_number)
     return norm(dropout(x, p, residual))
 
 
@@ -137,14 +137,14 @@ def _modernbert_layer(
     return x + mlp.Wo(dropout(mlp.act(states) * gate, _active_dropout_rate(mlp.drop)))
 
 
-def _rotary_cos_sin(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotary_cos_sin(config: Any, positions_N: Tensor, layer_type: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and signed sines [N, 1, 1, D] for ops/rotation.py.
 
     They are computed here, because the frequencies of a model that was cast to 16 bits are rounded.
     """
-    D = c.hidden_size // c.num_attention_heads
+    D = config.hidden_size // config.num_attention_heads
     steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
-    angles = positions_N[:, None].float() * (1 / c.rope_parameters[kind]["rope_theta"] ** steps)
+    angles = positions_N[:, None].float() * (1 / config.rope_parameters[layer_type]["rope_theta"] ** steps)
     cos, sin = (turn.to(torch.promote_types(dtype, torch.float32)) for turn in (angles.cos(), angles.sin()))
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 

@@ -127,8 +127,13 @@ class Queue:
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        whole = {"ring": self.ring_KD, "born": self.born_K, "texts": self.texts_K2}
-        return whole | {"next": self.next, "filled": self.filled}
+        return {
+            "ring": self.ring_KD,
+            "born": self.born_K,
+            "texts": self.texts_K2,
+            "next": self.next,
+            "filled": self.filled,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.ring_KD.copy_(state["ring"])

@@ -73,12 +73,12 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     )
 
 
-def draw_entry_indices_of_row(entry_count: int, per_step: int | None, context: CollateContext) -> np.ndarray:
+def draw_entry_indices_of_row(entry_count: int, entries_per_step: int | None, context: CollateContext) -> np.ndarray:
     """Return the indices of the dictionary entries that this row uses, its share of the step's entries."""
-    if per_step is None or per_step >= entry_count:
+    if entries_per_step is None or entries_per_step >= entry_count:
         return np.arange(context.row, entry_count, context.rows)
     draw = rng.key(context.seed, context.stream, "dictionary", context.step)
-    chosen = np.argpartition(rng.hash64(draw, np.arange(entry_count)), per_step - 1)[:per_step]
+    chosen = np.argpartition(rng.hash64(draw, np.arange(entry_count)), entries_per_step - 1)[:entries_per_step]
     return np.sort(chosen)[context.row :: context.rows]
 
 

@@ -290,13 +290,13 @@ class Moco:
             self.momentum.update(self.options.momentum_at(self.step, self.steps))
         self.step += 1
 
-    def _gather_and_enqueue(self, born: int) -> None:
+    def _gather_and_enqueue(self, born_step: int) -> None:
         """Add the new keys of all ranks to the queue. The ranks exchange the keys first, if they have not yet done so.
-        born: the step from which the metric queue_age counts the age of these keys."""
+        born_step: the step from which the metric queue_age counts the age of these keys."""
         self.gather_new_vectors(None)
         if self.step_keys:
             keys_ND, texts_N2 = self.step_keys
-            self.queue.push(keys_ND, born, texts_N2)
+            self.queue.push(keys_ND, born_step, texts_N2)
         self.step_keys = None
 
     def enqueue_new_vectors(self) -> int:
@@ -352,10 +352,10 @@ def is_nearest(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 
-def have_common_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
+def have_common_text(hashes_B2: Tensor, hashes_K2: Tensor) -> Tensor:
     """Return for each pair and each key whether they have a text in common [B, K]."""
-    a1_B1, a2_B1 = texts_B2[:, :, None].unbind(1)
-    b1_K, b2_K = texts_K2.unbind(1)
+    a1_B1, a2_B1 = hashes_B2[:, :, None].unbind(1)
+    b1_K, b2_K = hashes_K2.unbind(1)
     return (a1_B1 == b1_K) | (a1_B1 == b2_K) | (a2_B1 == b1_K) | (a2_B1 == b2_K)
 
 
@@ -371,7 +371,7 @@ def metrics_among_step_keys(
     return {"contrastive_accuracy_step": right, "sentence_cosine": cosines_B.sum()}
 
 
-def terms(options: PpaOptions) -> dict[str, float]:
+def term_weights(options: PpaOptions) -> dict[str, float]:
     weights = {}
     if options.moco_weight:
         weights["moco"] = options.moco_weight
@@ -398,7 +398,7 @@ OBJECTIVE = Objective(
     options=PpaOptions,
     collate=collate,
     loss=compute_losses,
-    terms=terms,
+    terms=term_weights,
     heads=build_heads,
     auxiliary_state=build_auxiliary_state,
     check=queue_size_problem,

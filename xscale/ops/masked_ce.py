@@ -50,17 +50,18 @@ def masked_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weights_M: Tensor | None = None,
-    largest: float = 1.0,
+    largest_weight: float = 1.0,
 ) -> LossAndCorrect:
-    """Return `largest * (weights * losses).sum(), losses.detach(), x.argmax(-1) == labels` for
+    """Return `largest_weight * (weights * losses).sum(), losses.detach(), x.argmax(-1) == labels` for
     `x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
     label_smoothing=...) + z_loss * x.logsumexp(-1).square()`.
 
-    Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the row's true weight divided by `largest`,
-    because gradients of logits in 16 bits would underflow with small weights. A row of weight 0 adds exactly 0 to every
-    gradient; its label must be a valid id, too. Features, weight and bias have the same type. Of any type, the losses
-    and the sums that become gradients are fp32 (fp64 for fp64). Gradients are cast to the inputs' type only after the
-    multiplication by the incoming gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
+    Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the row's true weight divided by
+    `largest_weight`, because gradients of logits in 16 bits would underflow with small weights. A row of weight 0 adds
+    exactly 0 to every gradient; its label must be a valid id, too. Features, weight and bias have the same type. Of any
+    type, the losses and the sums that become gradients are fp32 (fp64 for fp64). Gradients are cast to the inputs' type
+    only after the multiplication by the incoming gradient, so a gradient that a loss scale makes too large becomes inf.
+    M = 0 gives 0.
     """
     if weights_M is None:
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
@@ -73,7 +74,7 @@ def masked_cross_entropy(
             weights_M,
             label_smoothing,
             z_loss,
-            largest,
+            largest_weight,
             torch.is_grad_enabled(),
         )
     )
@@ -90,7 +91,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weights_M: Tensor,
         label_smoothing: float,
         z_loss: float,
-        largest: float,
+        largest_weight: float,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs: list[Any] = [features_MH, weight_VH, bias_V]
@@ -101,18 +102,18 @@ class _ChunkedLoss(torch.autograd.Function):
         ]
         weights_M = weights_M.to(wide)
         losses_M, right_M = _losses_and_gradients(
-            inputs, labels_M, weights_M, label_smoothing, z_loss, largest, gradients
+            inputs, labels_M, weights_M, label_smoothing, z_loss, largest_weight, gradients
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = features_MH.dtype
         ctx.mark_non_differentiable(losses_M, right_M)
-        return largest * (weights_M * losses_M).sum(), losses_M, right_M
+        return largest_weight * (weights_M * losses_M).sum(), losses_M, right_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         totals = ctx.saved_tensors
-        return *(None if total is None else _scaled(total, d_loss, ctx.dtype) for total in totals), *(None,) * 6
+        return *(None if total is None else _scale_gradient(total, d_loss, ctx.dtype) for total in totals), *(None,) * 6
 
 
 def _losses_and_gradients(
@@ -121,7 +122,7 @@ def _losses_and_gradients(
     weights_M: Tensor,
     label_smoothing: float,
     z_loss: float,
-    largest: float,
+    largest_weight: float,
     gradients: list[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
@@ -148,8 +149,10 @@ def _losses_and_gradients(
                 torch.addmm(bias_V[columns], *product, out=logits_CV[:, columns])
         factors_C = None if factors_M is None else factors_M[start:end]
         arguments = logits_CV, labels_C, factors_C, label_smoothing, z_loss
-        found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
-        _add_gradients(logits_CV, features_CH, weight_VH, largest / scale, gradients, start)
+        found.append(
+            kernel.losses_overwriting_logits(bias_V, *arguments) if kernel else _losses_overwriting_logits(*arguments)
+        )
+        _add_gradients(logits_CV, features_CH, weight_VH, largest_weight / scale, gradients, start)
     losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
     return losses_M, right_M
 
@@ -196,7 +199,7 @@ def _matmul_into(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> 
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=old, alpha=scale)
 
 
-def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_gradient(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
     """Return total * d_loss in `dtype`. On a CPU, if d_loss is 1, the result is `total` itself and not a copy, which is
     safe: autograd copies a tensor that another backward pass still needs."""
     if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
@@ -213,7 +216,7 @@ def _kernel_module(features_MH: Tensor) -> Any:
     return masked_ce_triton
 
 
-def _losses_(
+def _losses_overwriting_logits(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [C], and whether its label has the highest logit [C]. Unless `factors_C` is None,

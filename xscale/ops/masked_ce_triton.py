@@ -12,7 +12,7 @@ ALIGNED = 16
 """Each row of logits begins at a multiple of this many numbers, so that loads and stores of 16 bytes are aligned."""
 
 
-def losses_(
+def losses_overwriting_logits(
     bias_V: Tensor | None,
     logits_CV: Tensor,
     labels_C: Tensor,

@@ -22,12 +22,12 @@ def rotate(
             )
 
 
-def launch_parameters(heads: int, half: int) -> dict[str, int]:
+def launch_parameters(heads: int, half_width: int) -> dict[str, int]:
     """Return the launch parameters. A program processes the queries, keys or values of one token. A lane processes 8
     numbers of each half of a head at a time."""
-    room, wide = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    room, wide = triton.next_power_of_2(heads), triton.next_power_of_2(half_width)
     warps = min(max(room * wide // 256, 1), 8)
-    return {"HEADS": heads, "HALF": half, "ROOM": room, "WIDE": wide, "num_warps": warps}
+    return {"HEADS": heads, "HALF": half_width, "ROOM": room, "WIDE": wide, "num_warps": warps}
 
 
 @triton.jit

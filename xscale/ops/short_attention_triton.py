@@ -12,20 +12,20 @@ from xscale.ops.triton_dropout import dropout_mask, dropout_mask_arguments
 def launch_attention_kernels(
     qkv_NX: Tensor,
     starts_B1: Tensor,
-    out_NH: Tensor,
+    out_or_d_out_NH: Tensor,
     longest: int,
     seed: int,
     heads: int,
     dropout: float,
     window: int | None,
-    grad_NX: Tensor | None = None,
+    d_qkv_NX: Tensor | None = None,
 ) -> None:
-    """Write the attended values [N, H] to `out`. With `grad_NX`, `out` is instead the incoming gradient, and the
-    gradient of qkv is written to `grad_NX`. All tensors are contiguous."""
+    """Without `d_qkv_NX`, write the attended values [N, H] to `out_or_d_out_NH`. With `d_qkv_NX`, `out_or_d_out_NH` is
+    their gradient, and the gradient of qkv is written to `d_qkv_NX`. All tensors are contiguous."""
     numbers = *dropout_mask_arguments(seed, dropout), window or 0
-    choices = {"DROPOUT": dropout > 0, "WINDOW": window is not None, "HEADS": heads, "D": out_NH.shape[1] // heads}
-    programs, kernel = (len(starts_B1) - 1) * heads, forward_heads if grad_NX is None else backward_heads
-    tensors = qkv_NX, starts_B1, out_NH, *([] if grad_NX is None else [grad_NX])
+    choices = {"DROPOUT": dropout > 0, "WINDOW": window is not None, "HEADS": heads, "D": qkv_NX.shape[1] // 3 // heads}
+    programs, kernel = (len(starts_B1) - 1) * heads, forward_heads if d_qkv_NX is None else backward_heads
+    tensors = qkv_NX, starts_B1, out_or_d_out_NH, *([] if d_qkv_NX is None else [d_qkv_NX])
     with torch.cuda.device_of(qkv_NX):
         for shortest, block in BLOCKS if len(qkv_NX) else ():
             if longest >= shortest:

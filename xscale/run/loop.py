@@ -139,7 +139,7 @@ class Trainer:
             step=self.done,
             rank=self.context.process.rank,
             world=self.context.process.world,
-            measure=measure and keeps_whole_weights(engine),
+            measure_norms=measure and keeps_whole_weights(engine),
             vector_counts_of_ranks=agreed.vector_counts_of_ranks,
         )
         metrics: dict[str, Any] = {

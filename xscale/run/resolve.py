@@ -9,7 +9,7 @@ from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, convert_epochs_to_steps, open_corpus
 from xscale.data.loader import Loader
 from xscale.errors import UserError
-from xscale.models.build import build_initial_encoder, configured_dropout, has_segments, xscale_field_of_init
+from xscale.models.build import build_initial_encoder, configured_dropout, has_segment_embeddings, xscale_field_of_init
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe, load_recipe
@@ -40,7 +40,7 @@ def resolve_run(
         data,
         cpu_group,
         init=init,
-        model_has_segments=has_segments(init, recipe.model.preset),
+        model_has_segments=has_segment_embeddings(init, recipe.model.preset),
         withheld_before=xscale_field_of_init(init).get("lexicon_heldout", 1.0),
     )
     return convert_epochs_to_steps(recipe, corpus), corpus

@@ -149,7 +149,7 @@ def vocabulary_head_bytes(encoder: Encoder, bytes_of_number: int, device: str, p
     return c.vocab_size * (logits + c.hidden_size * (4 + narrow))
 
 
-def gpu_peak_flops() -> float | None:
+def gpu_peak_flops_per_second() -> float | None:
     """Return the peak FLOP/s of this process's GPU; None for a CPU or an unknown GPU."""
     if torch.cuda.is_available():
         for device, flops in PEAK_FLOPS.items():
@@ -204,11 +204,11 @@ class StepFlops:
         self.window = config.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
         self.has_vectors = has_vectors
-        self.peak = gpu_peak_flops()
+        self.peak = gpu_peak_flops_per_second()
 
-    def flops_by_purpose(self, cost: Mapping[str, int], rows: int) -> dict[str, float]:
-        """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. rows: the number
-        of packed rows on all ranks."""
+    def flops_by_purpose(self, cost: Mapping[str, int], row_count: int) -> dict[str, float]:
+        """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. row_count: the
+        number of packed rows on all ranks."""
         auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
         auxiliary += self.attention_flops(cost["auxiliary_tokens"], cost["auxiliary_squares"])
         encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
@@ -218,24 +218,25 @@ class StepFlops:
             "attention": attention,
             "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,
-            "vectors": (encoder + attention) / 3 if self.has_vectors and rows > 1 else 0.0,
+            "vectors": (encoder + attention) / 3 if self.has_vectors and row_count > 1 else 0.0,
         }
 
-    def attention_flops(self, tokens: int, squares: int) -> float:
+    def attention_flops(self, tokens: int, squared_lengths: int) -> float:
         """Return the FLOPs of attention. For layers with a sliding window, every sequence is assumed to have the
-        token-weighted mean length, squares / tokens. squares: sum of squared sequence lengths."""
-        length = squares / max(tokens, 1)
+        token-weighted mean length, squared_lengths / tokens. squared_lengths: the sum of squared sequence lengths."""
+        length = squared_lengths / max(tokens, 1)
         window = self.window
         within = 2 * window + 1 - window * (window + 1) / max(length, 1)
         if length <= window + 1:
             within = length
-        return self.per_pair * (self.whole * squares + self.local * tokens * within)
+        return self.per_pair * (self.whole * squared_lengths + self.local * tokens * within)
 
-    def gpu_metrics(self, cost: Mapping[str, int], rows: int, seconds: float, world: int) -> dict[str, float]:
-        """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost, rows: see `flops_by_purpose`."""
+    def gpu_metrics(self, cost: Mapping[str, int], row_count: int, seconds: float, world: int) -> dict[str, float]:
+        """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost, row_count: see `flops_by_purpose`."""
         if not torch.cuda.is_available():
             return {}
         metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            metrics["mfu"] = sum(self.flops_by_purpose(cost, rows).values()) / (max(seconds, 1e-9) * self.peak * world)
+            flops = sum(self.flops_by_purpose(cost, row_count).values())
+            metrics["mfu"] = flops / (max(seconds, 1e-9) * self.peak * world)
         return metrics

@@ -311,15 +311,17 @@ def resolve_ds_config(
     return EngineConfig(resolved, precision, zero_stage(resolved), notes)
 
 
-def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]], problems: list[str]) -> None:
+def fill_section(
+    section: dict[str, Any], prefix: str, recipe_values: dict[str, tuple[str, Any]], problems: list[str]
+) -> None:
     """Write the recipe's values into a section of the ds_config. Add a line to `problems` for each value of the
-    ds_config that differs. owned: key -> (field of the recipe, its value). where: the section's prefix, such as
+    ds_config that differs. recipe_values: key -> (field of the recipe, its value). prefix: the section's, such as
     "optimizer.params."."""
-    for key, (field, value) in owned.items():
+    for key, (field, value) in recipe_values.items():
         in_file = section.get(key, AUTO)
         if in_file not in (AUTO, value) or isinstance(in_file, bool):
             problems.append(
-                f'{where}{key} = {in_file!r} contradicts the recipe\'s {field} = {value}. Write "auto" in the file'
+                f'{prefix}{key} = {in_file!r} contradicts the recipe\'s {field} = {value}. Write "auto" in the file'
             )
         section[key] = value
 
@@ -379,11 +381,9 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
     if wanted == AUTO:
         return [*demanded, *allowed, "fp32"][0]
     for name, value in enabled.items():
-        is_set = "enabled" in config[name]
-        if is_set and value not in (AUTO, name == wanted):
-            shown = json.dumps(value)
+        if "enabled" in config[name] and value not in (AUTO, name == wanted):
             problems.append(
-                f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}. "
+                f"{name}.enabled = {json.dumps(value)} contradicts the recipe's train.precision = {wanted}. "
                 'Write "auto" in the file'
             )
     return wanted

@@ -31,7 +31,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     private.register_plain_zero_stage_pickling()
-    check_stage_3(module, zero_stage(ds_config))
+    check_objectives_support_stage(module, zero_stage(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         load_or_compile_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
@@ -54,7 +54,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     return engine
 
 
-def check_stage_3(module: nn.Module, stage: int) -> None:
+def check_objectives_support_stage(module: nn.Module, stage: int) -> None:
     """Raise UserError if stage 3 partitions weights that a stream reads whole, outside of the engine's forward pass."""
     if stage < 3 or not isinstance(module, StepModule):
         return

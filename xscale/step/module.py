@@ -83,7 +83,7 @@ class StepModule(nn.Module):
         for name, stream in recipe.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
             objective = OBJECTIVES[stream.objective]
-            with self.naming_errors(name, "heads or auxiliary_state"):
+            with self.adding_stream_to_errors(name, "heads or auxiliary_state"):
                 heads = objective.heads(encoder, stream.options)
                 auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if heads is not None:
@@ -104,7 +104,7 @@ class StepModule(nn.Module):
         """Use the streams and their options from the recipe of a phase, or of an evaluation."""
         self.streams = recipe.streams
 
-    def naming_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
+    def adding_stream_to_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, its objective and the objective's function."""
         objective = self.streams[stream].objective
         return adding_note(f"streams.{stream}: the function {function} of the objective {objective}")
@@ -133,7 +133,7 @@ class StepModule(nn.Module):
         stream."""
         objective = OBJECTIVES[self.streams[stream].objective]
         assert objective.vectors
-        with self.naming_errors(stream, "vectors"):
+        with self.adding_stream_to_errors(stream, "vectors"):
             return objective.vectors(
                 self.objective_parts(stream), states, row.arrays[stream], self.streams[stream].options
             )
@@ -143,7 +143,7 @@ class StepModule(nn.Module):
         objective = OBJECTIVES[self.streams[stream].objective]
         if objective.vectors:
             states = states | insert_own_vectors(states, self.compute_vectors(stream, states, row))
-        with self.naming_errors(stream, "loss"):
+        with self.adding_stream_to_errors(stream, "loss"):
             options = self.streams[stream].options
             losses = objective.loss(self.objective_parts(stream), states, row.arrays[stream], options)
             check_losses(losses, stream, row, set(objective.terms(options)))
@@ -188,7 +188,7 @@ class StepModule(nn.Module):
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         smoothing = self.smoothing if self.training else {}
         loss, losses_M, right_M = self.encoder.vocabulary_loss(
-            features_MH, row.labels, weights_M=prediction_weights_M, largest=largest_weight, **smoothing
+            features_MH, row.labels, weights_M=prediction_weights_M, largest_weight=largest_weight, **smoothing
         )
         sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])

@@ -76,7 +76,7 @@ def optimizer_step(
     step: int,
     rank: int,
     world: int,
-    measure: bool = False,
+    measure_norms: bool = False,
     vector_counts_of_ranks: Mapping[str, list[int]] = {},
 ) -> StepResult:
     """Train on the rows of one step.
@@ -84,8 +84,9 @@ def optimizer_step(
     The loss of the step is a sum over streams and terms of weight * factor * (sum over targets / number of targets on
     all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure: measure the gradient
-    norm of each stream. vector_counts_of_ranks: stream -> number of vectors of each rank that enter the stream's queue.
+    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure_norms: measure the
+    gradient norm of each stream. vector_counts_of_ranks: stream -> number of vectors of each rank that enter the
+    stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
@@ -96,7 +97,7 @@ def optimizer_step(
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
     precomputed = precompute_and_gather_states(engine.module, rows, seeds, vector_counts_of_ranks)
     norms = dict[str, Tensor]()
-    if measure:
+    if measure_norms:
         norms = measure_gradient_norms(engine, rows, precomputed, weights, seeds)
     weights_for_mean_over_ranks = {key: world * weight for key, weight in weights.items()}
     sums_of_rows = list[Sums]()

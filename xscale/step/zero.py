@@ -70,16 +70,16 @@ def one_reduction(engine: Any) -> Iterator[None]:
 
     At stages 1 and 2, the gradients of each parameter group are views of one flat tensor. All passes add to it, and
     then this tensor itself is reduced, so that no gradient is copied. Where DeepSpeed keeps gradients in other places
-    (`has_flat_gradients`), and at stage 3, its `coalesce_grad_reduction` reduces them in buckets; without it, stages 2
-    and 3 reduce after every pass. Stage 0 and BF16_Optimizer do not support it, and reduce when `allreduce_gradients`
-    is called.
+    (`supports_flat_gradients`), and at stage 3, its `coalesce_grad_reduction` reduces them in buckets; without it,
+    stages 2 and 3 reduce after every pass. Stage 0 and BF16_Optimizer do not support it, and reduce when
+    `allreduce_gradients` is called.
     """
     private.remove_gradient_hooks(engine)
     flat_gradients = None
     on_request = False
-    if private.has_flat_gradients(engine):
+    if private.supports_flat_gradients(engine):
         flat_gradients = private.allocate_flat_gradients(engine)
-        passes = private.no_reduction(engine)
+        passes = private.without_gradient_reduction(engine)
     elif engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine):
         on_request = True
         passes = engine.no_sync()
@@ -125,7 +125,7 @@ def give_zero_gradients_to_unused_weights(engine: Any) -> None:
     gradients of weights that this rank has not used when it computes the norm and clips.
     """
     missing = private.weights_without_gradient(engine)
-    with private.as_backward_pass(engine) if missing else nullcontext():
+    with private.setting_gradients_by_hand(engine) if missing else nullcontext():
         for weight in missing:
             # At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since autograd accepts
             # only a gradient of the weight's shape.
