@@ -32,7 +32,7 @@ from xscale.data.shards import (
     IDX_DTYPE,
     PART_BYTES,
     SEGMENTATIONS,
-    check_language_names,
+    check_one_or_two_languages,
     read_index,
     source_fingerprint,
 )
@@ -88,7 +88,7 @@ def scan_tar(
             record = stored.record
             layout = stored.layout
             if langs is None:
-                check_language_names(record.langs)
+                check_one_or_two_languages(record.langs)
                 langs = record.langs
             elif record.langs != langs:
                 raise ValueError(
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
     try:
-        check_language_names(langs or ("en",))
+        check_one_or_two_languages(langs or ("en",))
     except ValueError as error:
         raise UserError(f"--langs: {error}") from None
     index = build_index(args.directory, langs, {"tool": "data_tools.index"}, check_links=True)

@@ -64,8 +64,9 @@ class Corpus:
             sources.append({"source": source.langs_name, "fingerprint": source.fingerprint})
         lexicons = list[dict[str, Any]]()
         for lexicon in self.lexicons:
-            entry = {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint}
-            lexicons.append(entry | {"heldout": self.lexicon_heldout})
+            lexicons.append(
+                {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": self.lexicon_heldout}
+            )
         return {
             "data": sources,
             "tokenizer": self.tokenizer.fingerprint,

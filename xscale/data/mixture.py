@@ -413,7 +413,12 @@ def describe_sources_read(
     listed: list[dict[str, Any]] = []
     for number in sorted(records_read):
         source = sources[number]
-        licence = source.index["made_by"].get("licence")
-        entry = {"name": source.directory.name, "languages": list(source.langs), "licence": licence}
-        listed.append(entry | {"streams": records_read[number]})
+        listed.append(
+            {
+                "name": source.directory.name,
+                "languages": list(source.langs),
+                "licence": source.index["made_by"].get("licence"),
+                "streams": records_read[number],
+            }
+        )
     return listed

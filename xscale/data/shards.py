@@ -467,7 +467,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"the field `{place}`: {first['msg']}") from None
-    check_language_names(index["langs"])
+    check_one_or_two_languages(index["langs"])
     for name, times in Counter(shard.name for shard in shards).items():
         if times > 1:
             raise ValueError(f"the shard name {name!r} occurs {times} times")
@@ -480,7 +480,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     return shards
 
 
-def check_language_names(langs: list[str] | tuple[str, ...]) -> None:
+def check_one_or_two_languages(langs: list[str] | tuple[str, ...]) -> None:
     """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"`langs` {list(langs)} must be names of languages, such as en, without spaces and slashes")

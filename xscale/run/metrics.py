@@ -164,7 +164,7 @@ class UnreportedStep(NamedTuple):
         step = self.batch.step
         recipe = recipe.at(step)
         sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
-        counts_with_languages = dict(zip(self.batch.counts_by_language(), map(int, language_counts), strict=True))
+        counts_by_language = dict(zip(self.batch.counts_by_language(), map(int, language_counts), strict=True))
         metrics = stream_metrics(sums, self.counts, recipe)
         loss = 0.0
         for stream in recipe.streams:
@@ -174,7 +174,7 @@ class UnreportedStep(NamedTuple):
         for key, count in self.counts.items():
             if key.name == "count":  # the first count of a stream is that of its first term
                 entry.setdefault(f"count/{key.stream}", count)
-        entry |= language_metrics(sums, counts_with_languages, recipe) | self.other_metrics
+        entry |= language_metrics(sums, counts_by_language, recipe) | self.other_metrics
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
