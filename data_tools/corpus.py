@@ -127,7 +127,7 @@ class SourceSpec(Strict):
     first: int | None = Field(default=None, gt=0)
     """The maximum number of pairs or documents that are read from the beginning of the source; None: all."""
     licence: str | None = None
-    rules: dict[str, Any] = {}
+    rules: Rules = Rules()
 
     @property
     def format(self) -> str:
@@ -266,12 +266,7 @@ class Corpus(Strict):
     def check(self) -> Self:
         problems = list[str]()
         for number, source in enumerate(self.sources):
-            try:
-                rules = self.rules_for(source)
-            except ValidationError as error:
-                problems += validation_error_lines(error, f"sources.{number}.rules.")
-                continue
-            if rules.length.tokens and not self.tokenizer:
+            if self.rules_for(source).length.tokens and not self.tokenizer:
                 problems.append(
                     f"sources.{number}.rules.length.tokens: this rule needs a tokenizer. Add the key "
                     "`tokenizer: {vocab_size: N}` or `tokenizer: PATH` to corpus.yaml, beside the key `sources`"
@@ -303,7 +298,8 @@ class Corpus(Strict):
 
     def rules_for(self, source: SourceSpec) -> Rules:
         """Return the corpus's rules; a rule of the source replaces the rule of the same name."""
-        return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
+        own = source.rules.model_dump(exclude_unset=True)
+        return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | own)
 
     @property
     def source_names(self) -> list[str]:

@@ -40,7 +40,7 @@ rules:
   length: {characters: [1, 500]}  # the minimum and the maximum number of characters of a sentence
   ratio: 9                        # one side of a pair is at most 9 times as long as the other
   dedup: exact                    # keeps only the first of several equal pairs or documents
-tokenizer: {type: wordpiece, vocab_size: 4000}
+tokenizer: {type: wordpiece, vocab_size: 2581}  # the text has too few different words for more tokens
 heldout: {pairs: HELDOUT}  # for evaluation: HELDOUT en-xx pairs and HELDOUT en-yy pairs, but at most a tenth of all
 lexicons: ["RAW/en-xx.txt", "RAW/xx-en.txt"]
 """

@@ -122,7 +122,7 @@ def check_and_write_input_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
     """Write a stamp to the work folder: xscale's version, because another version may write other files; corpus.yaml;
     and each input file's size and modification time. Raise UserError if they have changed since the first task was
     done."""
-    stamp: list[Any] = [__version__, plan.corpus.model_dump(mode="json")]
+    stamp: list[Any] = [__version__, plan.corpus.model_dump(mode="json", exclude_unset=True)]
     paths = list(plan.corpus.lexicons)
     if isinstance(plan.corpus.tokenizer, str):
         paths.append(plan.corpus.tokenizer)

@@ -391,6 +391,14 @@ def test_demo_corpus_is_the_same_again(made: Path, tmp_path: Path) -> None:
     assert len(of_shards) > 15 and of_shards == {name: again[name] for name in again if name.startswith("shards")}
 
 
+@pytest.mark.slow
+def test_the_whole_demo_corpus_is_made_without_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The smaller corpora of the other tests have too few words for the vocabulary."""
+    demo_corpus.main(["--out", str(tmp_path / "demo")])
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if not line.startswith(("step ", "source "))] == []
+
+
 def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     """The TMX has no word links; objectives that need links read the other pairs, and the run says so."""
     recipe, corpus = resolve_run("mixed", [], [made])

@@ -248,7 +248,7 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: the value 0 .*1 or more"),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
-        ({"until": True}, r"until: True .*at least 0"),
+        ({"until": True}, r"until: True .*at least 1"),
         ({"data.alpha": 0.5}, r"until: None"),
         ({"until": 0.5, "data.languages": None, "data.languages_add": ["xx"]}, r"data.languages_add: .*data.languages"),
         ({"until": 0.5, "data.languages_add": "xx"}, r"data.languages_add: the value must be a list"),
@@ -262,13 +262,21 @@ def test_what_a_phase_may_not_change(tmp_path: Path, phase: dict[str, Any], mess
 
 def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
     for phases, sets, message in (
-        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 16.*1.0 is the end"),
+        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 17.*1.0 is the end"),
+        ([{"until": 0}], [], r"phases\[0\].until: 0 .*at least 1,"),
+        ([{"until": 0.5}, {"until": 0.5}], [], r"phases\[1\].until: 0.5 .*at least 11,"),
+        ([{"until": 0.5}, {"until": 10}, {"until": 11}], [], r"phases\[1\].until: 10 .*at least 11,"),
         ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
         ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),
         ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads sentence pairs in en"),
     ):
         with pytest.raises(UserError, match=message):
             resolve_run(write(tmp_path, phases), sets, [demo])
+
+
+def test_a_short_run_may_leave_a_share_without_steps(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, [{"until": 0.1}, {"until": 0.2}]), ["train.steps=4"], OBJECTIVES)
+    assert recipe.schedule.ends == (0, 1)
 
 
 def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: Path) -> None:

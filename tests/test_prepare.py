@@ -281,6 +281,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [MONO | {"mono": "german"}]}, ["'german' is not a language code", "such as german1"]),
         ({"sources": [MONO | {"licence": "\ud800"}]}, ["unpaired surrogate"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}}]}, ["sources.0.rules.lenght: unknown key"]),
+        ({"sources": [MONO | {"rules": {"lenght": 3}, "lang": "en"}]}, ["0.rules.lenght: unk", "sources.0.lang: unk"]),
         ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),
         ({"sources": [MONO], "rules": {"length": {"characters": [9, 1]}}}, ["[9, 1] must be [minimum, maximum]"]),
         ({"sources": [PAIR | {"opus": "a.zip"}], "rules": {"score": 1.0}}, ["opus is no longer", "score is no longer"]),

@@ -318,11 +318,12 @@ def test_set_is_strict(assignment: str, named: str) -> None:
     assert line.strip().startswith(named)
 
 
-def test_an_error_says_that_set_flags_have_changed_the_recipe() -> None:
+def test_an_error_says_that_flags_have_changed_the_recipe() -> None:
+    """--steps and --seed change the recipe, too."""
     with pytest.raises(UserError) as error:
         load("mixed", "train.steps=7", "eval.tasks=[{name:heldout}]", "eval.every=5")
     first, *lines = str(error.value).splitlines()
-    assert first.endswith("mixed.yaml, changed by --set:")
+    assert first.endswith("mixed.yaml, changed on the command line:")
     assert "  eval.tasks[0].name: the value is missing. Write a value" in lines
     assert "  eval.tasks[0].name:heldout: unknown field. Remove the field" in lines
 

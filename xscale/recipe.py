@@ -481,7 +481,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
-        raise UserError(f"recipe {path}{', changed by --set' if sets else ''}:\n{indent_lines(problems)}")
+        raise UserError(f"recipe {path}{', changed on the command line' if sets else ''}:\n{indent_lines(problems)}")
     return recipe
 
 
@@ -608,29 +608,29 @@ def build_phases(
     if phases and recipe.train.epochs:
         problems.append("phases: a recipe with phases needs train.steps instead of train.epochs")
     built = list[Phase]()
+    end = 0.0
     for number, fields in enumerate(phases):
         fields = fields if isinstance(fields, dict) else {}
-        begin = built[-1].end if built else 0
         phase_problems = list[str]()
-        end = first_step_after_phase(fields.get("until"), begin, recipe.train.steps, phase_problems)
+        end = steps_until_end_of_phase(fields.get("until"), end, recipe.train.steps, phase_problems)
         phase_tree = apply_phase(recipe, fields, tree, phase_problems)
         if not phase_problems:
-            built.append(
-                Phase(fields, end, build_recipe_without_phases(phase_tree, objectives, phase_problems, is_phase=True))
-            )
+            phase_recipe = build_recipe_without_phases(phase_tree, objectives, phase_problems, is_phase=True)
+            built.append(Phase(fields, round(end), phase_recipe))
         problems += [f"phases[{number}].{problem}" for problem in phase_problems]
     return tuple(built)
 
 
-def first_step_after_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int:
-    """Return the first step after a phase that begins at the step `begin`. steps: those of the run."""
-    end = until if type(until) is int else -1
+def steps_until_end_of_phase(until: Any, begin: float, steps: int, problems: list[str]) -> float:
+    """Return the number of steps before the end of a phase. It is not rounded, so that two different shares differ also
+    in a short run. begin: the number of steps before the phase. steps: those of the run."""
+    end: float = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:
-        end = round(until * steps)
-    if end < begin:
+        end = until * steps
+    if end <= begin:
         problems.append(
-            f"until: {until!r} cannot be the last step of the phase. Write the number of a step, at least {begin}, or "
-            "a share of the run's steps, such as 0.8 (1.0 is the end of the run)"
+            f"until: {until!r} cannot be the last step of the phase. Write the number of a step, at least "
+            f"{round(begin) + 1}, or a share of the run's steps, such as 0.8 (1.0 is the end of the run)"
         )
     return end
 
