@@ -21,6 +21,7 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.lexicon import languages_in_file_name, load_lexicon, read_entries
+from xscale.data.lexicon import (
+    distinct_token_ids_in_sample,
+    languages_in_file_name,
+    load_lexicon,
+    read_entries,
+    warn_if_columns_are_swapped,
+)
 from xscale.data.link_projection import FEWEST_TO_JUDGE, FIRST_WORD, project_links
 from xscale.data.shards import Source
 from xscale.errors import UserError
@@ -548,7 +555,7 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
 
 def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
     """Write a dictionary with each word in its commonest spelling in the kept text, unless the corpus's tokenizer can
-    use none of its entries."""
+    use none of its entries. Warn if its columns are probably swapped."""
     corpus = read_plan(folder).corpus
     path = Path(corpus.lexicons[lexicon_number])
     langs = languages_in_file_name(path, corpus.languages)
@@ -558,8 +565,11 @@ def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
     with replacement_file(out) as partial:
         write_entries(list(dict.fromkeys(entries)), partial)
     if corpus.tokenizer:
+        tokenizer = cached_tokenizer(str((folder / "result/tokenizer").absolute()))
         try:
-            load_lexicon(out, cached_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
+            lexicon = load_lexicon(out, tokenizer, langs)
+            tokens = distinct_token_ids_in_sample(langs[1], sources, tokenizer)
+            warn_if_columns_are_swapped([replace(lexicon, path=path)], lexicon.single_token_pairs(), tokens)
         except UserError as error:  # a run would refuse the dictionary
             print(f"the dictionary {path} is left out, because training could not use it: {error}", file=sys.stderr)
             out.unlink()

@@ -888,6 +888,20 @@ def test_dictionaries_are_spelled_as_the_text(tmp_path: Path) -> None:
     assert (out / "lexicon" / "en-de.txt").read_text() == "dog Hund\ncat katze\nParis Paris\n"
 
 
+def test_swapped_columns_of_a_dictionary_are_noticed(
+    tmp_path: Path, demo: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The message is that of a run, and names the file that corpus.yaml lists."""
+    pairs = [World(0).pair(n)[:2] for n in range(20)]
+    tree = {"sources": [{"pairs": ["en", "xx"], "text": moses(tmp_path, pairs)}], "tokenizer": str(demo / "tokenizer")}
+    path = tmp_path / "en-xx.txt"
+    for source, content in (("en-xx", "right"), ("xx-en", "swapped")):
+        path.write_text((demo / f"lexicon/{source}.txt").read_text())
+        run(tmp_path, tree | {"lexicons": [str(path)]}, out=content)
+        message = f"dictionary {path}: the first column is probably in xx, although the file name says en"
+        assert (message in caplog.text) == (content == "swapped")
+
+
 def test_a_dictionary_without_a_usable_entry_is_left_out(
     tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,10 +30,10 @@ import numpy as np
 from xscale import rng
 from xscale.data.ragged import Ragged
 from xscale.data.scripts import find_spellings
-from xscale.data.shards import Source, languages_of
+from xscale.data.shards import Source, languages_of, sample_texts
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
 """Matches either language of a pair whose name has only one "-", as in en-de."""
@@ -262,6 +262,36 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
             "or tab between the two words"
         )
     return list(entries)
+
+
+def distinct_token_ids_in_sample(
+    language: str, sources: list[Source], tokenizer: Tokenizer, show_progress: Callable[[], None] = lambda: None
+) -> np.ndarray:
+    """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
+    text under the name `language`, text under the language's other names is read. show_progress: a function that is
+    called before each batch."""
+    occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
+    for name in find_spellings(language, sorted(languages_of(sources))):
+        for texts in sample_texts(name, sources):
+            show_progress()
+            for ids in tokenizer.encode(texts):
+                occurs[ids] = True
+    return np.flatnonzero(occurs & ~tokenizer.is_special)
+
+
+def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, tokens: np.ndarray) -> None:
+    """Warn if the text of the second language has more words of the first column than of the second. lexicons: those of
+    one name. pairs_P2: their one-token entries. tokens: the ids of the tokens of the second language's text."""
+    first, second = lexicons[0].langs
+    first_count, second_count = np.isin(pairs_P2, tokens).sum(axis=0)
+    if first_count > second_count:
+        paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
+        LOG.warning(
+            f"dictionary {paths}: the first column is probably in {second}, although the file name says {first}. "
+            f"Of {len(pairs_P2):,} entries, the text in {second} contains the word of the first column for "
+            f"{first_count:,}, and the word of the second column for only {second_count:,}. If the first column is in "
+            f"{second}, rename the file to {second}-{first}.txt"
+        )
 
 
 def find_lexicon_paths(sources: list[Source], data_folder: Path) -> list[Path]:

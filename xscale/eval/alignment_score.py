@@ -21,10 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.data.corpus import Corpus
-from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
+from xscale.data.lexicon import (
+    Lexicon,
+    distinct_token_ids_in_sample,
+    load_lexicon,
+    warn_if_columns_are_swapped,
+    without_withheld,
+)
 from xscale.data.scripts import find_spellings
-from xscale.data.shards import Source, languages_of, sample_texts
-from xscale.data.tokenizer import Tokenizer
+from xscale.data.shards import Source, languages_of
 from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
 from xscale.metric_keys import MetricKey
@@ -112,21 +117,6 @@ def collect_probe_words(
     return probes
 
 
-def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, tokens: np.ndarray) -> None:
-    """Warn if the text of the second language has more words of the first column than of the second. lexicons: those of
-    one name. pairs_P2: their one-token entries. tokens: the ids of the tokens of the second language's text."""
-    first, second = lexicons[0].langs
-    first_count, second_count = np.isin(pairs_P2, tokens).sum(axis=0)
-    if first_count > second_count:
-        paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
-        LOG.warning(
-            f"dictionary {paths}: the first column is probably in {second}, although the file name says {first}. "
-            f"Of {len(pairs_P2):,} entries, the text in {second} contains the word of the first column for "
-            f"{first_count:,}, and the word of the second column for only {second_count:,}. If the first column is in "
-            f"{second}, rename the file to {second}-{first}.txt"
-        )
-
-
 @cache
 def token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of the one-token words of a dictionary that objectives read. They read the entries that are not
@@ -136,21 +126,6 @@ def token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
         if entry[0] != entry[1]:
             ids.update(side[0] for side in entry if len(side) == 1)
     return np.array(sorted(ids), dtype=np.int64)
-
-
-def distinct_token_ids_in_sample(
-    language: str, sources: list[Source], tokenizer: Tokenizer, show_progress: Callable[[], None] = lambda: None
-) -> np.ndarray:
-    """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
-    text under the name `language`, text under the language's other names is read. show_progress: a function that is
-    called before each batch."""
-    occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
-    for name in find_spellings(language, sorted(languages_of(sources))):
-        for texts in sample_texts(name, sources):
-            show_progress()
-            for ids in tokenizer.encode(texts):
-                occurs[ids] = True
-    return np.flatnonzero(occurs & ~tokenizer.is_special)
 
 
 # The scores of an export
