@@ -268,6 +268,20 @@ def test_a_named_pipe_in_the_place_of_a_manifest_is_named(run: Path) -> None:
         checkpoints.read_checkpoint(pipe.parent)
 
 
+@pytest.mark.parametrize(
+    "name", ["status.json", "lock", "run.log", "metrics.jsonl", "logs/rank0.log", "trace/rank0.jsonl", ANCESTRY]
+)
+def test_a_named_pipe_in_a_run_is_named(run: Path, name: str) -> None:
+    """Opening it would wait forever, also to write why the start has failed."""
+    (run / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(run / name)
+    with pytest.raises(UserError, match=rf"^{run / name} is a named pipe instead of a file\. Remove ") as taken:
+        run_status.check_folder_is_free_or_own(run, {"a": 1}, "auto")
+    for error in (taken.value, UserError("no such field")):
+        Status(run, Process(0, 1, 0, 1)).record_failure(error)
+    assert (run / name).is_fifo()
+
+
 def test_a_named_pipe_in_the_place_of_an_index_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "index.json")
     with pytest.raises(UserError, match=r"index.json is a named pipe instead of a file"):

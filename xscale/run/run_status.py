@@ -61,6 +61,9 @@ def check_folder_is_free_or_own(out: Path, identity: dict[str, Any], resume: str
             f"--out {out} has files, but is not a run of xscale, because {STATUS} and checkpoints of xscale are "
             "missing. Choose another --out"
         )
+    for path in (*out.glob("*"), *out.glob("*/*")):
+        if path.is_fifo():  # to open it would wait forever
+            raise DirectoryTaken(f"{path} is a named pipe instead of a file. Remove {path}, or choose another --out")
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
         raise DirectoryTaken(
@@ -99,10 +102,10 @@ def is_new_or_unlocked_unfinished_run(out: Path) -> bool:
     try:
         if not out.exists():
             return True
-        is_run = (out / STATUS).exists() or not any(out.iterdir())
+        is_run = (out / STATUS).is_file() or not any(out.iterdir())
         if not is_run or read_status(out).get("status") == NAMES[DONE]:
             return False
-        with (out / files.LOCK).open("a") as file:
+        with (out / files.LOCK).open("a+") as file:  # "a" would wait forever for the reader of a named pipe
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:  # also a file, a name that is too long, or a folder of another user
         return error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # a file system without locks
