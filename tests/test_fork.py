@@ -174,7 +174,7 @@ def draw(loader: Loader, state: dict[str, Any], steps: int) -> tuple[Draws, dict
     return draws, mixture.state
 
 
-def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Sources that the parent had go on in their order, also where the parts of a window depend on the number of
     sources, and new ones begin. A stream that lost a source begins a new epoch."""
     monkeypatch.setattr(order, "WINDOW_RECORDS", 400)
@@ -206,8 +206,12 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert draws["mlm", "xx"][0][0] == 0
 
     others = resolved("pairs", "mono_xx")
+    caplog.set_level("INFO", logger="xscale")
     positions = resume.with_corpus_positions(checkpoint, *others).state["positions"]
     assert positions == {"mlm": [[1, 0]], "tlm": state["positions"]["tlm"]}
+    assert "streams.mlm: a folder of shards that the stream had read before has changed or is not in --data" in (
+        caplog.text
+    )
     with pytest.raises(UserError, match=r"data\.first"):
         resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
     embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}

@@ -267,14 +267,17 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
             sources_at_start.setdefault(stream.name, len(saved))
         else:
             LOG.info(
-                f"streams.{stream.name}: --data lacks a folder of shards that the stream had read before, so the "
-                "stream begins a new epoch in all other folders"
+                f"streams.{stream.name}: a folder of shards that the stream had read before has changed or is not in "
+                "--data, so the stream begins a new epoch in each of its folders"
             )
             position = [1 + max(epoch for epoch, *_ in saved), 0]
             position_of = {}
             sources_at_start.pop(stream.name, None)
         positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
-    LOG.info(f"--data differs from the data of {checkpoint.path}. New folders of shards are read from their beginning")
+    LOG.info(
+        f"--data differs from the data of {checkpoint.path}. New or changed folders of shards are read from their "
+        "beginning"
+    )
     return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 
