@@ -291,8 +291,8 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
     """Return a line about the records, shards and left-out lines of a directory."""
     documents = f" of {index['documents']:,} documents" if "documents" in index else ""
     line = (
-        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
-        f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {source_fingerprint(index)}"
+        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents}, shards: "
+        f"{len(index['shards'])}, {index['bytes'] / 1e6:,.1f} MB, fingerprint {source_fingerprint(index)}"
     )
     counts = dict(index["made_by"].get("counts", {}))
     dropped = counts.pop("dropped_links", 0)
@@ -301,7 +301,8 @@ def summary_line(directory: Path, index: dict[str, Any]) -> str:
         line += f"; texts of the input that were left out: {', '.join(left_out)}"
     if dropped:
         line += (
-            f"; {dropped:,} links of word alignments were left out, such as links between a word and a punctuation mark"
+            "; links of word alignments that were left out, such as links between a word and a punctuation mark: "
+            f"{dropped:,}"
         )
     return line
 

@@ -119,9 +119,9 @@ def verify(source: Source) -> None:
     problems = [describe_damage(source, number) for number in range(len(source.shards))]
     lines = list(filter(None, problems))
     if lines:
-        head = f"{source.directory} has {len(lines)} damaged shards. Copy these shards again:"
+        head = f"{source.directory} has damaged shards ({len(lines)}). Copy these shards again:"
         raise UserError("\n  ".join([head, *sorted(set(lines))]))
-    print(f"{source.directory}: all {len(source.shards)} shards are undamaged")
+    print(f"{source.directory}: all shards are undamaged (number: {len(source.shards)})")
 
 
 def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
         records.append(source.renumber_links_by_xscale_words(source.read(shard, record)))
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
-        print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")
+        print(f"  {about.name}  records {about.records:,}  bytes {about.bytes:,}  sha256 {about.sha256[:16]}")
     for side, lang in enumerate(source.langs):
         texts = [record.texts[side] for record in records]
         print_sentence_lengths(lang, texts)

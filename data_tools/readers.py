@@ -231,8 +231,8 @@ def read_tsv(source: SourceSpec) -> Iterator[Unit]:
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns separated by tabs, but must have at "
-                f"least {most}. Correct the line, or keep only the lines with enough columns: "
+                f"{path}: line {number} must have at least {most} columns separated by tabs, but their number is "
+                f"{len(columns) - 1}. Correct the line, or keep only the lines with enough columns: "
                 f"awk -F'\\t' 'NF >= {most}' OLD > NEW"
             )
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)

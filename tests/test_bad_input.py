@@ -401,7 +401,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("0.json", b"[1]")], ".*record.*object"),
         ([("0.json", b"{")], ".*record.*JSON"),
         ([("0.json", b'{"langs": "en", "texts": "ab"}')], ".*record.*lists"),
-        ([("0.json", b'{"langs": ["en"], "texts": ["a", "b"]}')], ".*record.*1 langs and 2 texts"),
+        ([("0.json", b'{"langs": ["en"], "texts": ["a", "b"]}')], ".*record.*langs is 1, and that of texts 2"),
         ([("0.json", b'{"langs": ["en"], "texts": [" "]}')], ".*record.*not blank"),
         ([("0.json", b'{"langs": ["en", "de"], "texts": ["a", "b"], "links": [[0, 0]]}')], ".*record.*links"),
         ([("0.en.txt", b"\xff")], ".*record.*utf-8"),

@@ -129,7 +129,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     links = [record["links"] for record in records_of(out, shard_records)]
     assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
     assert counts_of(out)["dropped_links"] == 6
-    assert "6 links of word alignments were left out" in capsys.readouterr().out
+    assert "links between a word and a punctuation mark: 6\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="Write all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)

@@ -73,7 +73,7 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     for step in range(10, 12):
         lines.write({"step": step, "loss": 1.5})
         lines.finish()
-    assert "the last 2 lines of the run could not be written" in caplog.text
+    assert "the last lines of the run could not be written (number of lines: 2)" in caplog.text
     lines.write({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
     with pytest.raises(OSError, match="No space left") as raised:
         lines.flush_or_keep_lines()

@@ -90,7 +90,7 @@ def test_a_plan_for_another_machine(
     words += ["--data", str(demo), "--out", str(tmp_path / "out"), "--ranks", "64"]
     dry_run(launch.parse_arguments(words), ALONE)
     told = capsys.readouterr().out
-    assert f"ranks: 64 processes on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
+    assert f"ranks: 64 on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
     assert (

@@ -73,7 +73,7 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
     ("environment", "named"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK has the value 'x', which is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2, but says that there are only 2 ranks"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2, but says that the number of ranks is only 2 "),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE has the value 'two'"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT has the value 'x', which is not a whole number"),
         ({"WORLD_SIZE": "2"}, r"only one of .* RANK \(not set\) and WORLD_SIZE \(2\) is set"),

@@ -310,7 +310,7 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
 
 def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
     inspect.main([str(copy), "--verify"])
-    assert "all 3 shards are undamaged" in capsys.readouterr().out
+    assert "all shards are undamaged (number: 3)" in capsys.readouterr().out
     flip(copy / "mono-000000.tar", sentences(700)[17])
     os.truncate(copy / "mono-000001.tar", 20_000)
     rows = bytearray((copy / "mono-000002.idx").read_bytes())
@@ -318,11 +318,11 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
     (copy / "mono-000002.idx").write_bytes(rows)
     with pytest.raises(UserError) as error:
         inspect.main([str(copy), "--verify"])
-    assert "3 damaged" in str(error.value)
+    assert "damaged shards (3)" in str(error.value)
     for named in (r"mono-000000.tar: record 17 ", "mono-000001.tar: record", "mono-000002.idx"):
         assert named in str(error.value)
     (copy / "entries").write_bytes(b"")
-    with pytest.raises(UserError, match=r"3 damaged(.|\n)*entries does not have the checksums") as error:
+    with pytest.raises(UserError, match=r"damaged shards \(3\)(.|\n)*entries does not have the checksums") as error:
         inspect.main([str(copy), "--verify"])
     assert str(error.value).count("entries does not have") == 1
     (copy / "mono-000001.tar").unlink()

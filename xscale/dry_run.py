@@ -77,7 +77,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
     """Yield a line about each source, and one about the tokenizer."""
     for source in corpus.sources:
         yield (
-            f"{source.sorted_langs_name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
+            f"{source.sorted_langs_name} ({source.kind}): records {source.records:,}, shards {len(source.shards):,}, "
             f"{sum(shard.bytes for shard in source.shards) / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
             f"{folder_or_url_of_source(source)}"
         )
@@ -99,7 +99,7 @@ def measure_requirement_lines(
     first = batch_or_raise_failure(dataset[plan.parts_of_ranks([process.rank])[0]])
     row_tokens = int(plan.row_tokens.max())
     yield (
-        f"ranks: {process.world} processes on {device}, precision {config.precision}; a step has about "
+        f"ranks: {process.world} on {device}, precision {config.precision}; a step has about "
         f"{plan.row_tokens.sum():,.0f} tokens; each rank does {plan.rows} forward pass(es) per step, of up to "
         f"{row_tokens:,} tokens (train.max_tokens {loader.max_tokens(device):,})"
     )
@@ -108,8 +108,8 @@ def measure_requirement_lines(
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
     yield (
-        f"data loading: one process prepares about {speed:,.0f} tokens/s; the {workers or 1} processes of a rank "
-        f"(data.workers) prepare {speed * (workers or 1):,.0f} tokens/s"
+        f"data loading: one process prepares about {speed:,.0f} tokens/s; all processes of a rank together "
+        f"(data.workers: {workers}) prepare {speed * (workers or 1):,.0f} tokens/s"
     )
     yield (
         f"parameters: {cost.parameter_count(module):,}, with a vocabulary of "

@@ -57,9 +57,9 @@ def read_launcher_and_set_environment(allow_missing_launcher: bool = False) -> P
             check_launcher_not_needed()
     if process.rank >= process.world:
         raise UserError(
-            f"the launcher started a process as rank {process.rank}, but says that there are only {process.world} "
-            f"ranks (0 to {process.world - 1}). Correct the launcher's number of processes, or the environment "
-            "variables RANK and WORLD_SIZE if you set these variables yourself"
+            f"the launcher started a process as rank {process.rank}, but says that the number of ranks is only "
+            f"{process.world} (ranks 0 to {process.world - 1}). Correct the launcher's number of processes, or the "
+            "environment variables RANK and WORLD_SIZE if you set these variables yourself"
         )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)

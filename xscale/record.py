@@ -57,7 +57,7 @@ class Record(NamedTuple):
             )
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(
-                f"record {key!r}: the record has {len(langs)} langs and {len(texts)} texts, and must have 1 lang "
+                f"record {key!r}: the number of langs is {len(langs)}, and that of texts {len(texts)}. Write 1 lang "
                 "and 1 text, or 2 langs and 2 texts"
             )
         for text in (*langs, *texts):

@@ -474,8 +474,8 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     total = sum(shard.records for shard in shards)
     if index["records"] != total:
         raise ValueError(
-            f"the field `records` is {index['records']}, but the shards in the list `shards` have {total} records in "
-            "total. The two numbers must be equal"
+            f"the field `records` is {index['records']}, but the sum of `records` over the list `shards` is {total}. "
+            "The two numbers must be equal"
         )
     return shards
 

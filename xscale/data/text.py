@@ -91,7 +91,7 @@ def read_decompressed_blocks(path: Path, accept_utf16: bool = False) -> Iterator
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror or error}; {lines} lines were read before this error). Correct "
+            f"{path} cannot be read ({error.strerror or error}; lines read before this error: {lines}). Correct "
             f"the path or its permissions, or use another file with lines of text. {_TABLES}"
         ) from None
 

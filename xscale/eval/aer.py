@@ -181,9 +181,9 @@ def parse_linked_pair(row: list[list[str]], first_word_number: int, place: str) 
         j = int(match[3]) - first_word_number
         if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
-                f"{place}: the link {link} names a word that does not exist. The first sentence has {len(row[0])} "
-                f"words, the second has {len(row[1])}, and numbers of words begin at {first_word_number}. Correct the "
-                "line"
+                f"{place}: the link {link} names a word that does not exist. The number of words of the first sentence "
+                f"is {len(row[0])}, that of the second {len(row[1])}, and words are counted from {first_word_number}. "
+                "Correct the line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":

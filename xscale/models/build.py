@@ -96,7 +96,7 @@ def read_model_and_has_trained_head(
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"{field} {init} has no weights for {len(absent)} parameters of the encoder, such as {absent[0]}: "
+            f"{field} {init} has no weights for parameters of the encoder ({len(absent)}), such as {absent[0]}: "
             "config.json and the weights belong to different models. Save or download the model again"
         )
     read_xscale_field(lm.config, f"{field} {init}")

@@ -114,7 +114,7 @@ class JsonLines:
         self.flush_or_keep_lines(sync=True)
         if self.waiting:
             missing = self.waiting.count(b"\n")
-            LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
+            LOG.error(f"{self.path}: the last lines of the run could not be written (number of lines: {missing:,})")
 
 
 class TensorBoardWriter:

@@ -145,10 +145,10 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     if any(count for key, count in agreed.counts.items() if key.name == "count"):
         return
     raise UserError(
-        f"step {step} has no tokens to predict: {agreed.too_long_pairs():,} pairs of the step are longer than "
-        f"data.max_length ({recipe.data.max_length} tokens). Set more samples per step (streams.NAME.samples). If "
-        "data.overlong is drop, the run leaves out long pairs: set a larger data.max_length or "
-        "data.overlong=truncate"
+        f"step {step} has no tokens to predict. The number of its pairs that are longer than data.max_length "
+        f"({recipe.data.max_length} tokens) is {agreed.too_long_pairs():,}. Set more samples per step "
+        "(streams.NAME.samples). If data.overlong is drop, the run leaves out long pairs: set a larger data.max_length "
+        "or data.overlong=truncate"
     )
 
 

@@ -152,7 +152,8 @@ def measure_transfer(args: argparse.Namespace) -> None:
         "max_length": maker.max_length,
     }
     print_on_rank_0(
-        f"fine-tuning {len(plan)} models per seed, with the seeds {args.seeds} and the learning rate {settings['lr']:g}"
+        f"fine-tuning with the seeds {args.seeds} and the learning rate {settings['lr']:g} (models per seed: "
+        f"{len(plan)})"
     )
     scores: dict[str, SeedScores] = {}
     majority: dict[str, SeedScores] = {}

@@ -121,7 +121,8 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[P
         if len(fields) != len(names):
             form = "<TAB>".join(names)
             raise UserError(
-                f"{path}: line {number} has {len(fields)} columns instead of {len(names)} ({form}). Correct the line"
+                f"{path}: line {number}: the number of columns is {len(fields)} instead of {len(names)} ({form}). "
+                "Correct the line"
             )
         yield f"line {number}", dict(zip(names, fields, strict=True))
 

@@ -133,7 +133,9 @@ class Tagging(Task):
         words = tuple(column_value(row, "tokens", list))
         tags = tuple(map(str, column_value(row, "tags", list)))
         if len(words) != len(tags):
-            raise UserError(f"the sentence has {len(words)} words and {len(tags)} tags. Write one tag for each word")
+            raise UserError(
+                f"the number of words is {len(words)}, and that of tags {len(tags)}. Write one tag for each word"
+            )
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
                 raise UserError(
@@ -221,7 +223,7 @@ class QuestionAnswering(Task):
         starts = column_value(gold, "answer_start", list)
         if len(texts) != len(starts):
             raise UserError(
-                f"the question has {len(texts)} answers and {len(starts)} values of answer_start. Write one "
+                f"the number of answers is {len(texts)}, and that of values of answer_start {len(starts)}. Write one "
                 "answer_start for each answer"
             )
         answers = tuple(zip(texts, starts, strict=True))
@@ -356,7 +358,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         )
     if not examples:
         raise UserError(
-            f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Use another file"
+            f"{path} has no usable example in {language} (left-out examples: {reasons.total():,}). Use another file"
         )
     labels = [example.labels for example in examples]
     if isinstance(task, Classification) and examples[0].place == "line 1" and labels.count(labels[0]) == 1:
