@@ -212,7 +212,7 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
 @pytest.mark.parametrize(
     ("text", "gold", "said"),
     [
-        ("a b\tc d\t0-0 1-2\n", None, "line 1.*1-2.*begin at 0"),
+        ("a b\tc d\t0-0 1-2\n", None, "line 1.*1-2.*counted from 0"),
         ("a b\tc d\t0-0\na b\tc d\t0-0 1x1\n", None, "line 2.*'1x1'.*ipj"),
         ("a b\tc d\n", None, "line 1.* the form `sentence<TAB>sentence<TAB>links` "),
         ("a b ||| c d\n", "1-1\n2-2\n", "gold and 1 in"),
