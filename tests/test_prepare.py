@@ -181,7 +181,11 @@ EVERY_READER: list[dict] = [
         ({"mono": "en", "text": "f"}, tarfile.TarInfo("a").tobuf() + b"a\n" * 9999, "f has binary data"),
         ({"mono": "ru", "text": "f"}, "Да\nПривет, как дела\n".encode("utf-16-le"), "f has binary data"),
         ({"mono": "en", "text": "f"}, "Yes\nHow are you?\n".encode("utf-16-be"), "f has binary data"),
-        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),
+        (
+            {"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]},
+            b"a\tb\nc\n",
+            "f: line 2 must have at least 2 columns",
+        ),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "f is a web page"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<xliff></xliff>", "f is not a TMX, because its first element is xliff"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "f: the XML after translation unit 0"),
@@ -1130,7 +1134,10 @@ def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
         assert {dict(re.findall(r"(\S+?)=(\S*)", line))["NodeList"] for line in jobs} == {"n1", "n2"}
         (tmp_path / "b").write_text("a\tb\nc\n")
         bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
-        assert bad.returncode == 2 and f"cut: 1 of 2 tasks failed: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
+        assert (
+            bad.returncode == 2
+            and f"cut: 1 of 2 tasks failed: {tmp_path}/b: line 2 must have at least 2 columns" in bad.stderr
+        )
 
 
 TWICE = """
@@ -1157,7 +1164,9 @@ def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
     expected = hashes(run(tmp_path, tree, out="local"))
     environment = launch.environment() | {"PYTHONPATH": str(launch.ROOT)}
     done = subprocess.run([sys.executable, "-c", TWICE], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and f"error: {tmp_path}/b: line 2 has 1 columns" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 2 and f"error: {tmp_path}/b: line 2 must have at least 2 columns" in done.stderr, (
+        done.stderr[-3000:]
+    )
     assert hashes(tmp_path / "ray") == expected
 
 
