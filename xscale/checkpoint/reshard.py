@@ -82,14 +82,13 @@ class SavedPartitions:
         """Fill `places` from the first rank's file, at ZeRO stage 1, 2 or 3."""
         for group, shapes in enumerate(self.model["param_shapes"]):  # {name: shape} in the order of the flat tensor
             at = 0
-            length = len(self.opened[0][group].flats[WEIGHT])
             for name, shape in shapes.items():
                 if stage_3:
                     share = -(-shape.numel() // len(self.files))
                     self.places[name] = SavedPlace(group, 0, at, share)
                     at += share
                 else:
-                    self.places[name] = SavedPlace(group, at, 0, length)
+                    self.places[name] = SavedPlace(group, at, 0, len(self.opened[0][group].flats[WEIGHT]))
                     at += shape.numel()
 
     def _open_partition(self, rank: int) -> dict[str, Any]:

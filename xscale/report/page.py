@@ -141,7 +141,7 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
     section.tables = list(tables.values())
 
 
-def format_score_and_interval(score: float) -> Cell:
+def format_score_and_interval(score: float | Score) -> Cell:
     """Return a cell such as `0.94 [0.92, 0.96]`."""
     text = format_cell(score)
     if isinstance(score, Score):

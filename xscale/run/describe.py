@@ -40,7 +40,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         if not recipe.data.lexicons:
             lines += unread_files_beside_lexicon_warnings(lexicon)
     for stream in corpus.streams.last:
-        lines += stream_notes(recipe, corpus, stream)
+        lines += advice_and_unlinked_source_notes(recipe, corpus, stream)
     return lines
 
 
@@ -75,7 +75,7 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
     ]
 
 
-def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
+def advice_and_unlinked_source_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     """Return the objective's advice about a stream, and a line about the sources that the stream leaves out."""
     advice = stream.objective.advise(stream.options, stream.record_count(corpus.sources), recipe.train.steps)
     lines = [f"streams.{stream.name}.{line}" for line in advice]
