@@ -227,7 +227,7 @@ def test_mlm_in_place_of_tlm_masks_sides_independently(tokenizer: Tokenizer) -> 
     _, targets = sequences_of(ppa.collate([[pair] for pair in same], options, context))
     assert len(targets) == 8
     assert all(targets[2 * i].keys() != targets[2 * i + 1].keys() for i in range(4))
-    assert ppa.terms(options) == {"mlm": 1.0}
+    assert ppa.term_weights(options) == {"mlm": 1.0}
 
 
 # Queue
