@@ -25,7 +25,7 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.run.resolve import build_initial_module, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
-from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.ds_config import Hardware, read_and_resolve_ds_config
 from xscale.step.step import StepResult, optimizer_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ class RecipeEngine:
         self.recipe = loader.recipe
         module = build_initial_module(loader.recipe, loader.corpus)
         self.formula = StepFlops(module.encoder, bool(module.streams_with_vectors()))
-        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_process())
+        config = read_and_resolve_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.of_this_process())
         self.deepspeed = engine.build_engine(module, config.resolved)
 
     def flops(self, batch: StepBatch) -> float:

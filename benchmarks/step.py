@@ -42,7 +42,7 @@ from xscale.models.encoder import HEADS
 from xscale.record import Record
 from xscale.run.resolve import build_initial_module
 from xscale.step import engine
-from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.ds_config import Hardware, read_and_resolve_ds_config
 from xscale.step.metrics import stream_metrics
 
 PAIRS = 4000
@@ -169,7 +169,7 @@ class StockLoop:
         lm = build_initial_module(loader.recipe, loader.corpus).encoder.lm
         lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = -(-loader.last_streams[0].samples // micro_batch)
-        config = load_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_process())
+        config = read_and_resolve_ds_config(DS_CONFIG, loader.recipe, common.ALONE.world, Hardware.of_this_process())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}
         self.module = STOCK[recipe](lm, loader)

@@ -24,7 +24,7 @@ from xscale.errors import UserError
 from xscale.ranks import CpuGroup, Process, unwrap_or_raise_user_error, value_or_user_error
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
-from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.ds_config import Hardware, read_and_resolve_ds_config
 
 SETS = ["data.workers=0", "streams.tlm.samples=16"]
 
@@ -76,7 +76,7 @@ def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
         mine = cpu_group.rank == 1
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
         recipe, corpus = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
-        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", recipe, 2, hardware)
+        config = read_and_resolve_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", recipe, 2, hardware)
         check_ranks_agree(args, recipe, corpus, config, cpu_group)
         return "same"
 

@@ -31,7 +31,7 @@ from xscale.run import describe, resolve, resume, run_status
 from xscale.run.loop import Trainer
 from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
-from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.ds_config import EngineConfig, Hardware, read_and_resolve_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import set_learning_rate
 
@@ -80,7 +80,7 @@ def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, 
     """Find and check the recipe, the corpus and the settings of a run on this hardware. All ranks call it together.
     Raises UserError."""
     recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, cpu_group)
-    config = load_ds_config(args.ds_config, recipe, process.world, hardware)
+    config = read_and_resolve_ds_config(args.ds_config, recipe, process.world, hardware)
     check_eval_tasks(recipe, corpus, config.stage, cpu_group)
     check_ranks_agree(args, recipe, corpus, config, cpu_group)
     ranks.set_deterministic(recipe.train.deterministic)

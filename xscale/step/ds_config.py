@@ -147,7 +147,7 @@ class EngineConfig:
         }
 
 
-def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
+def read_and_resolve_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
     """Read a ds_config and complete it with the recipe's values. Raises UserError. world: the number of ranks."""
     return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
 
