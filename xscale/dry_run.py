@@ -36,7 +36,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.of_this_process()
+    hardware = hardware_or_planned_gpu(args.ds_config) if args.ranks else Hardware.of_this_process()
     run = prepare_run(args, process, hardware, CpuGroup())
     run_status.check_folder_is_free_or_own(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
@@ -49,7 +49,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     print(
         redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),
         "ds_config: " + yaml.safe_dump(run.config.resolved, sort_keys=False),
-        *data_lines(run.corpus),
+        *source_and_tokenizer_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
         *unlisted_shards_warnings(run.corpus),
@@ -57,14 +57,14 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     )
     if run.recipe.train.measure_every and (run.corpus.lexicons or run.corpus.measured):
         collect_probe_words_of_run(run.corpus, CpuGroup(), lambda _: None)  # warns of unsuitable dictionaries
-    print(*measure_requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
+    print(*measure_loading_and_estimate_memory(loader, module, run.config, process, hardware.device), sep="\n")
     print(
         f"--out {args.out}: "
         + (f"the run would continue from step {checkpoint.step}" if checkpoint else "a new run would begin")
     )
 
 
-def planned_hardware(ds_config: Path) -> Hardware:
+def hardware_or_planned_gpu(ds_config: Path) -> Hardware:
     """Return the hardware to plan for: this machine's, or a planned GPU if it has no GPU but the ds_config needs 16
     bits."""
     here = Hardware.of_this_process()
@@ -73,7 +73,7 @@ def planned_hardware(ds_config: Path) -> Hardware:
     return Hardware("cuda", True, True, PLANNED_MEMORY)
 
 
-def data_lines(corpus: Corpus) -> Iterator[str]:
+def source_and_tokenizer_lines(corpus: Corpus) -> Iterator[str]:
     """Yield a line about each source, and one about the tokenizer."""
     for source in corpus.sources:
         yield (
@@ -88,7 +88,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
     )
 
 
-def measure_requirement_lines(
+def measure_loading_and_estimate_memory(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
     """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank. The data of a

@@ -156,11 +156,11 @@ def write_exported_model(
         files.apply_umask(partial)
 
 
-def write_old_tokenizer_class(path: Path) -> None:
+def write_old_tokenizer_class(tokenizer_config: Path) -> None:
     """Write the tokenizer's class under its name in transformers 4, which transformers 5 reads, too."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields = json.loads(tokenizer_config.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":
-        write_json(path, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        write_json(tokenizer_config, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def make_model_card(

@@ -221,7 +221,7 @@ class TrainConfig:
     run's first step is step 1."""
 
     @model_validator(mode="after")
-    def warms_up_within_the_run(self) -> Self:
+    def check_warmup_and_decay_fit(self) -> Self:
         if self.warmup > self.steps:
             raise ValueError(
                 f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run. Lower train.warmup, "
@@ -299,7 +299,7 @@ class EvalConfig:
         return [task.name for task in self.tasks]
 
     @model_validator(mode="after")
-    def names_each_task_once(self) -> Self:
+    def check_task_names_differ(self) -> Self:
         names = self.task_names
         if len(set(names)) < len(names):
             raise ValueError(
@@ -540,7 +540,7 @@ def build_recipe_without_phases(
     if not streams or not isinstance(streams, dict):
         problems.append("streams: the recipe needs at least one stream, such as {mlm: {objective: mlm, samples: 64}}")
         return None
-    read = {name: read_stream(name, fields, objectives, problems) for name, fields in streams.items()}
+    read = {name: parse_stream(name, fields, objectives, problems) for name, fields in streams.items()}
     idle = [name for name, stream in read.items() if stream is not None and stream.samples == 0]
     if not is_phase or len(idle) == len(streams):
         problems += [
@@ -564,7 +564,7 @@ def build_recipe_without_phases(
     return recipe
 
 
-def read_stream(name: str, fields: Any, objectives: Objectives, problems: list[str]) -> Any:
+def parse_stream(name: str, fields: Any, objectives: Objectives, problems: list[str]) -> Any:
     """Return a stream with the options of its objective, or None if there is a problem."""
     where = f"streams.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):

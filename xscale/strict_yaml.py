@@ -56,7 +56,7 @@ class StrictLoader(yaml.SafeLoader):
             mapping[key] = self.construct_object(value_node, deep=deep)  # type: ignore[no-untyped-call]
         return mapping
 
-    def construct_int(self, node: yaml.ScalarNode) -> int:
+    def construct_int_of_limited_length(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MOST_DIGITS:
             raise yaml.YAMLError(
                 f"the number {node.value[:20]}... has {len(node.value):,} digits. Write at most {MOST_DIGITS} digits, "
@@ -79,4 +79,4 @@ for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
     StrictLoader.yaml_implicit_resolvers[first] = [r for r in resolvers if r[0] not in removed]
 StrictLoader.add_implicit_resolver(INT_TAG, INT, FIRST_OF_NUMBERS)
 StrictLoader.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_OF_NUMBERS)
-StrictLoader.add_constructor(INT_TAG, StrictLoader.construct_int)
+StrictLoader.add_constructor(INT_TAG, StrictLoader.construct_int_of_limited_length)

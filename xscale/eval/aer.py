@@ -31,7 +31,7 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores
-from xscale.eval.retrieval import layer_numbers, layer_states, make_stream_batch
+from xscale.eval.retrieval import encode_and_pool_at_layers, make_stream_batch, parse_layer_numbers
 
 LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 Links = set[tuple[int, int]]
@@ -49,7 +49,7 @@ class LinkedPair:
     """The possible links, which include the sure links."""
 
 
-def argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
+def mutual_argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
     """Return [I, J]: True where each of the two tokens is the other's nearest by cosine."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
     there = F.one_hot(cosine.argmax(1), cosine.shape[1])
@@ -64,17 +64,17 @@ def evaluate(
     pairs with a truncated sentence. gold_paths: those of read_linked_pairs. limit: the maximum number of pairs. Raises
     UserError."""
     gold = read_linked_pairs(*gold_paths)[:limit]
-    numbers = layer_numbers(layers, model)
+    numbers = parse_layer_numbers(layers, model)
     predicted = defaultdict[int, list[Links]](list)
     truncated = 0
     for pair in gold:
-        x = encode_sentence(model, pair.words[0], langs[0], numbers)
-        y = encode_sentence(model, pair.words[1], langs[1], numbers)
+        x = encode_tokens_of_words(model, pair.words[0], langs[0], numbers)
+        y = encode_tokens_of_words(model, pair.words[1], langs[1], numbers)
         truncated += x.is_truncated or y.is_truncated
         for layer, x_IH, y_JH in zip(numbers, x.states_LTH, y.states_LTH, strict=True):
             links: Links = set()
             if x.words and y.words:
-                links = {(x.words[i], y.words[j]) for i, j in argmax_links(x_IH, y_JH).nonzero().tolist()}
+                links = {(x.words[i], y.words[j]) for i, j in mutual_argmax_links(x_IH, y_JH).nonzero().tolist()}
             predicted[layer].append(links)
     results = {}
     for layer in numbers:
@@ -92,7 +92,9 @@ class EncodedSentence:
     """True if the sentence has more tokens than the model has positions, so that its last tokens are left out."""
 
 
-def encode_sentence(model: ExportedModel, words: list[str], language: str, layers: Sequence[int]) -> EncodedSentence:
+def encode_tokens_of_words(
+    model: ExportedModel, words: list[str], language: str, layers: Sequence[int]
+) -> EncodedSentence:
     """Return the hidden states of the tokens of a sentence, given its words."""
     ids_T: list[int] = []
     word_T: list[int] = []
@@ -101,7 +103,7 @@ def encode_sentence(model: ExportedModel, words: list[str], language: str, layer
         word_T += [word] * len(tokens)
     longest = model.max_length - 2
     batch = make_stream_batch(model, [ids_T[:longest]], language, ["tokens"])
-    states_LTH = torch.stack(layer_states(model, batch, layers)).cpu()
+    states_LTH = torch.stack(encode_and_pool_at_layers(model, batch, layers)).cpu()
     return EncodedSentence(states_LTH, word_T[:longest], len(ids_T) > longest)
 
 

@@ -184,7 +184,7 @@ def collect_probe_words_of_run(
     return collect_probe_words(lexicons, corpus.lexicons, corpus.unseen, tokens)
 
 
-def alignment_metrics(engine: Any, probes: ProbesByMetric) -> dict[str, float]:
+def measure_alignment_on_rank_0(engine: Any, probes: ProbesByMetric) -> dict[str, float]:
     """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
     together. probes: {} on other ranks than 0."""
     metrics = dict[str, float]()

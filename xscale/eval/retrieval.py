@@ -43,7 +43,7 @@ ALL = "all"
 """--layer all: the embeddings' output and each layer."""
 
 
-def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
+def parse_layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
     """Return the number of each layer; ALL stands for all layers. Raises UserError for layers that the model lacks."""
     last = model.encoder.lm.config.num_hidden_layers
     if ALL in layers:
@@ -72,7 +72,7 @@ def evaluate(
     texts: the pairs of sentences. poolings: None stands for the model's own. layers: numbers from either end, or ALL.
     Raises UserError for layers that the model lacks.
     """
-    numbers = layer_numbers(layers, model)
+    numbers = parse_layer_numbers(layers, model)
     measured_poolings = list(dict.fromkeys(poolings or [model.pooling]))
     sides = []
     for side, language in enumerate(langs):
@@ -157,14 +157,14 @@ def embed_sentences(
     for start in range(0, len(ids), BATCH):
         batch = ids[start : start + BATCH]
         stream_batch = make_stream_batch(model, batch, language, poolings)
-        for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
+        for layer, states in zip(layers, encode_and_pool_at_layers(model, stream_batch, layers), strict=True):
             for pooling, pooled_NH in zip(poolings, states.split(len(batch)), strict=True):
                 vectors[pooling, layer][start : start + BATCH] = pooled_NH
     return vectors
 
 
 @torch.no_grad()  # not inference_mode, because masks of attention are kept for later passes, also of training
-def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
+def encode_and_pool_at_layers(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
     """Return, for each layer, the S states [S, H] that the stream batch asks for."""
     row = pack_row({"": stream_batch}, model.tokenizer.sep_id).to(model.device)
     hidden = model.encoder.hidden_states(row.tokens)

@@ -55,10 +55,10 @@ def choose_sentence_vectors(
     if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_sentence_vectors(run.identity["recipe"], layers=layers)
-    return sentence_vectors_of_init(init, layers)
+    return read_sentence_vectors_of_init(init, layers)
 
 
-def sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
+def read_sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
     """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see
     choose_sentence_vectors."""
     folder = Path(init)
@@ -137,11 +137,11 @@ def write_sentence_transformers_files(
     """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
     configuration. max_length: the maximum number of tokens of a sentence."""
     if vectors.folder:
-        copy_modules(vectors.folder, export_folder)
+        copy_modules_and_prompts(vectors.folder, export_folder)
         return
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
-        configs["0_WordWeights"] = word_weights_config(Tokenizer(export_folder), config.vocab_size)
+        configs["0_WordWeights"] = word_weights_without_cls_sep(Tokenizer(export_folder), config.vocab_size)
     configs["1_Pooling"] = {
         "word_embedding_dimension": config.hidden_size,
         "pooling_mode_cls_token": vectors.pooling == "cls",
@@ -158,7 +158,7 @@ def write_sentence_transformers_files(
     write_json(export_folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
 
 
-def copy_modules(source: Path, export_folder: Path) -> None:
+def copy_modules_and_prompts(source: Path, export_folder: Path) -> None:
     """Copy the modules and prompts of `source` to an export, but not the first module, which is the export's own model
     and tokenizer."""
     first, *others = read_modules_json(source)
@@ -173,7 +173,7 @@ def copy_modules(source: Path, export_folder: Path) -> None:
             shutil.copyfile(path, export_folder / path.name)
 
 
-def word_weights_config(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+def word_weights_without_cls_sep(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. vocab_size: that of
     the model's configuration, because each row of the embedding table needs an entry."""
     vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(vocab_size)))]

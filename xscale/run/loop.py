@@ -14,7 +14,7 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import skip_step
 from xscale.errors import LOG, ExitCode, UserError
-from xscale.eval.alignment_score import ProbesByMetric, alignment_metrics, collect_probe_words_of_run
+from xscale.eval.alignment_score import ProbesByMetric, collect_probe_words_of_run, measure_alignment_on_rank_0
 from xscale.eval.in_training import make_task_functions
 from xscale.run.metrics import RunMetrics, UnreportedStep
 from xscale.run.resume import is_checkpoint_of_run
@@ -155,7 +155,7 @@ class Trainer:
             metrics["loss_scale"] = float(engine.optimizer.loss_scale)
         metrics |= result.gradient_norms
         if measure:
-            metrics |= alignment_metrics(engine, self.probes)
+            metrics |= measure_alignment_on_rank_0(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
         world = self.context.process.world
         metrics |= self.flops.gpu_metrics(agreed.cost, world * len(agreed.batch.rows), seconds, world)

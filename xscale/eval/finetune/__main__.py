@@ -158,7 +158,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
     scores: dict[str, SeedScores] = {}
     majority: dict[str, SeedScores] = {}
     for text in plan:
-        groups = encode_training_text(task, text, maker)
+        groups = encode_groups_for_batches(task, text, maker)
         for seed in args.seeds:
             listed = ", ".join(f"{test} ({setting})" for test, setting in text.settings.items())
             print_on_rank_0(f"{args.task}: fine-tuning a model with seed {seed}, to be tested in {listed}")
@@ -199,7 +199,7 @@ def append_seed_scores(scores_of_rows: dict[str, SeedScores], row: str, scores: 
         scores_of_rows.setdefault(row, {}).setdefault(metric, []).append(value)
 
 
-def print_cut_examples(path: Path, features: list[list[Feature]], max_length: int) -> None:
+def print_count_of_cut_examples(path: Path, features: list[list[Feature]], max_length: int) -> None:
     """Print how many examples of a file lose tokens. features: the sequences of each example."""
     cut = sum(parts[0].is_cut for parts in features)
     if cut:
@@ -209,16 +209,14 @@ def print_cut_examples(path: Path, features: list[list[Feature]], max_length: in
         )
 
 
-@cache
-def print_once(text: str) -> None:
-    """Print a line that other seeds and models would repeat."""
-    print_on_rank_0(text)
+print_once = cache(print_on_rank_0)
+"""Prints a line that other seeds and models would repeat."""
 
 
-def encode_training_text(task: AnyTask, text: TrainingText, maker: SequenceMaker) -> list[list[Feature]]:
+def encode_groups_for_batches(task: AnyTask, text: TrainingText, maker: SequenceMaker) -> list[list[Feature]]:
     """Return the sequences of a training text, in lists whose sequences must be in one batch."""
     features = [task.encode(example, maker, text.labels) for example in text.examples]
-    print_cut_examples(text.examples[0].path, features, maker.max_length)
+    print_count_of_cut_examples(text.examples[0].path, features, maker.max_length)
     if text.is_switched:
         return list(map(operator.add, features[::2], features[1::2]))
     return [[feature] for feature in chain.from_iterable(features)]
@@ -230,7 +228,7 @@ def predict_test(
 ) -> list[list[str]]:  # fmt: skip
     """Return the predicted labels, or the answer, of each example. labels: the outputs of the model."""
     features = [task.encode(example, maker, labels) for example in examples]
-    print_cut_examples(examples[0].path, features, maker.max_length)
+    print_count_of_cut_examples(examples[0].path, features, maker.max_length)
     logits = iter(predict_logits(trainer, list(chain.from_iterable(features))))
     predictions = []
     for example, parts in zip(examples, features, strict=True):

@@ -67,9 +67,9 @@ MLQA_RULES = {
 class Task:
     """The base class of the tasks. `epochs`, `lr` and `max_length` are the papers' values for encoders of base size.
 
-    Each task also has three methods. `read_rows` reads a file that is not a table. `make_example` returns the example
-    of a row, and raises LeftOut, or UserError without the row's place. `encode` returns the sequences of an example;
-    its `labels` are the outputs of the head.
+    Each task also has three methods. `read_rows_of_text_file` reads a file that is not a table. `make_example` returns
+    the example of a row, and raises LeftOut, or UserError without the row's place. `encode` returns the sequences of an
+    example; its `labels` are the outputs of the head.
     """
 
     epochs: int
@@ -77,7 +77,7 @@ class Task:
     max_length: int = 128
     reads: ClassVar[Reads]
 
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
+    def output_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return the labels that a head predicts after training on these examples; [] for questions."""
         return sorted(set(chain.from_iterable(example.labels for example in examples)))
 
@@ -103,7 +103,7 @@ class Classification(Task):
     """The columns with text."""
     reads: ClassVar[Reads] = "sequence"
 
-    def read_rows(self, path: Path) -> Iterator[tuple[Place, Columns]]:
+    def read_rows_of_text_file(self, path: Path) -> Iterator[tuple[Place, Columns]]:
         return read_tab_separated(path, (*self.columns, "label"))
 
     def make_example(self, row: Columns) -> LabelledExample:
@@ -127,7 +127,7 @@ class Tagging(Task):
     reads: ClassVar[Reads] = "tokens"
     form: ClassVar[str]
     """The pattern of all tags."""
-    read_rows = staticmethod(read_tagged_sentences)
+    read_rows_of_text_file = staticmethod(read_tagged_sentences)
 
     def make_example(self, row: Columns) -> LabelledExample:
         words = tuple(column_value(row, "tokens", list))
@@ -164,17 +164,17 @@ class Tagging(Task):
 class PartsOfSpeech(Tagging):
     form: ClassVar[str] = "|".join(UPOS)
 
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
+    def output_labels(self, examples: list[LabelledExample]) -> list[str]:
         return UPOS
 
 
 class Entities(Tagging):
     form: ClassVar[str] = r"O|[BI]-.+"
 
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
+    def output_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
         labels = ["O"]
-        for name in sorted({tag[2:] for tag in super().list_labels(examples)} - {""}):
+        for name in sorted({tag[2:] for tag in super().output_labels(examples)} - {""}):
             labels += [f"B-{name}", f"I-{name}"]
         return labels
 
@@ -213,7 +213,7 @@ class QuestionAnswering(Task):
     al. 2016). Both put answers in lower case and remove punctuation and articles. MLQA's rules depend on the
     language."""
     reads: ClassVar[Reads] = "span"
-    read_rows = staticmethod(read_squad)
+    read_rows_of_text_file = staticmethod(read_squad)
 
     def make_example(self, row: Columns) -> LabelledExample:
         question = column_value(row, "question", str)
@@ -334,7 +334,7 @@ TASKS: dict[str, AnyTask] = {
 def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -> list[LabelledExample]:
     """Return the examples of a file. Rows in another language are skipped. The number of rows that are left out is
     printed. limit: the maximum number of rows in the language. Raises UserError."""
-    rows = task.read_rows(path)
+    rows = task.read_rows_of_text_file(path)
     if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
         rows = read_jsonl_or_parquet(path)
     examples: list[LabelledExample] = []

@@ -54,7 +54,7 @@ def plan_training(
     code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, if two texts
     with one setting or two tests are in one language, if a question is in a test twice, or if a test has a label that
     the text lacks."""
-    check_tests(tests)
+    check_languages_and_places_differ(tests)
     plan: list[TrainingText] = []
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
@@ -73,7 +73,7 @@ def plan_training(
                     f"{path} is training text in {language}, but no test file is in this language. Write --test "
                     f"{language}=FILE, or remove {path} from the command"
                 )
-            labels = task.list_labels(examples)
+            labels = task.output_labels(examples)
             if len(labels) == 1:
                 raise UserError(
                     f"{path}: all {len(examples):,} examples have the label {labels[0]!r}, but training needs two "
@@ -93,7 +93,7 @@ def plan_training(
     return plan
 
 
-def check_tests(tests: Texts) -> None:
+def check_languages_and_places_differ(tests: Texts) -> None:
     """Raise UserError if two tests are in one language, or if two questions of a test have the same id."""
     for first, second in combinations(tests, 2):
         if spelling_key(first) == spelling_key(second):
@@ -151,7 +151,7 @@ def predict_majority(training: list[LabelledExample], test: list[LabelledExample
     return [[label] * len(example.labels) for example in test]
 
 
-def average_over_seeds(scores: SeedScores) -> Scores:
+def mean_and_std_over_seeds(scores: SeedScores) -> Scores:
     """Return {metric: mean} and, of several seeds, {metric_std: sample standard deviation}."""
     averaged: Scores = {}
     for metric, values in scores.items():
@@ -169,13 +169,13 @@ def summarize_by_language(scores: dict[str, SeedScores], tests: Texts) -> dict[s
     summary: dict[str, SeedScores] = {}
     for row, metrics in scores.items():
         language, setting = row.rsplit(" ", 1)
-        rows[row] = average_over_seeds(metrics) | {"examples": len(tests[language])}
+        rows[row] = mean_and_std_over_seeds(metrics) | {"examples": len(tests[language])}
         summary.setdefault(language, {})[SHORT_NAMES[setting]] = next(iter(metrics.values()))
     for language, values in summary.items():
         if "sup" in values and "zs" in values:
             seeds = zip(values["sup"], values["zs"], strict=True)
             values["delta"] = [bootstrap.weighted_sum(seed, (1, -1)) for seed in seeds]
-        rows[language] = average_over_seeds(values)
+        rows[language] = mean_and_std_over_seeds(values)
     return rows
 
 
