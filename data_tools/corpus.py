@@ -24,7 +24,7 @@ from xscale.data.scripts import check_language_name, choose_language_names, spel
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.removed import removed_corpus_key_or_command_error
-from xscale.strict_yaml import read_yaml
+from xscale.strict_yaml import parse_yaml
 
 NAME = re.compile(r"\w[\w.-]*")
 FORMATS: dict[str, set[str]] = {
@@ -338,7 +338,7 @@ def default_name(source: SourceSpec) -> str:
 def load_corpus(path: Path) -> Corpus:
     """Return the corpus that a corpus.yaml describes. Raises UserError with all problems."""
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not YAML in UTF-8 ({error}). Correct the file") from None
     except OSError as error:

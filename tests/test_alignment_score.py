@@ -18,9 +18,9 @@ from xscale.eval import run
 from xscale.eval.alignment_score import (
     ProbeWords,
     collect_probe_words,
-    collect_probe_words_of_run,
     distinct_token_ids_in_sample,
-    token_ids_trained_on,
+    gather_probe_words_on_rank_0,
+    single_token_ids_trained_on,
 )
 from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
@@ -155,7 +155,8 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
     assert asked(lexicon, other) == []
-    assert token_ids_trained_on(lexicon, 0.3).tolist() == [1, 3] and token_ids_trained_on(other, 0.3).tolist() == [4, 8]
+    assert single_token_ids_trained_on(lexicon, 0.3).tolist() == [1, 3]
+    assert single_token_ids_trained_on(other, 0.3).tolist() == [4, 8]
 
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:
@@ -220,11 +221,11 @@ def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: p
     words = ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets]
     corpus = launch.loader_of(words, measured=False).corpus
     lists = sum(-(-source.records // 100) for source in corpus.sources if "xx" in source.langs)
-    assert len(collect_probe_words_of_run(corpus, CpuGroup(), noted.append)) == 2
+    assert len(gather_probe_words_on_rank_0(corpus, CpuGroup(), noted.append)) == 2
     assert noted == ["counting tokens of xx"] * lists and lists > 9
     other = CpuGroup()
     other.is_main = False
-    assert collect_probe_words_of_run(corpus, other, noted.append) == {}
+    assert gather_probe_words_on_rank_0(corpus, other, noted.append) == {}
 
 
 def test_too_few_words_have_no_score(
@@ -242,7 +243,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            withheld, trained = collect_probe_words_of_run(loader.corpus, CpuGroup(), lambda doing: None).values()
+            withheld, trained = gather_probe_words_on_rank_0(loader.corpus, CpuGroup(), lambda doing: None).values()
         left_out = f"does not read, but there are only {len(withheld.queries)}. Use a larger dictionary"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

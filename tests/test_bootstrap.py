@@ -90,6 +90,6 @@ def test_what_is_written_and_printed() -> None:
     }
     written = bootstrap.resampled_values_of_scores({"task": {"en": {"accuracy": score, "n": 3}}})["task"]["en"]
     assert written == {"accuracy": pytest.approx(score.resampled)} and len(written["accuracy"]) == bootstrap.REPLICATES
-    assert bootstrap.format_score("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
-    assert bootstrap.format_score("n", 3) == "n 3"
+    assert bootstrap.format_name_and_score("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
+    assert bootstrap.format_name_and_score("n", 3) == "n 3"
     assert math.isnan(share(np.zeros(0)))

@@ -149,9 +149,10 @@ def test_error_rates_by_hand() -> None:
     sure = [{(0, 0), (1, 1)}, {(0, 1), (2, 2)}]
     possible = [{(0, 0), (1, 1), (1, 2)}, {(0, 1), (2, 2)}]
     gold = [aer.LinkedPair(([], []), *links) for links in zip(sure, possible, strict=True)]
-    found = aer.error_rates([{(0, 0), (1, 2), (5, 5)}, {(0, 1), (2, 2)}], gold)
+    found = aer.aer_precision_recall_f1([{(0, 0), (1, 2), (5, 5)}, {(0, 1), (2, 2)}], gold)
     assert found == pytest.approx({"AER": 1 - 7 / 9, "precision": 4 / 5, "recall": 3 / 4, "F1": 1.2 / 1.55})
-    assert aer.error_rates(sure, gold)["AER"] == 0 and aer.error_rates([set(), set()], gold)["AER"] == 1
+    assert aer.aer_precision_recall_f1(sure, gold)["AER"] == 0
+    assert aer.aer_precision_recall_f1([set(), set()], gold)["AER"] == 1
 
 
 def linked_by_hand(x: list[np.ndarray], y: list[np.ndarray]) -> set[tuple[int, int]]:

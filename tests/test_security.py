@@ -17,7 +17,7 @@ from xscale import deepspeed_private as private
 from xscale.data.remote import locked
 from xscale.errors import UserError, redact, redact_and_escape
 from xscale.record import parse_tar_sample
-from xscale.strict_yaml import read_yaml
+from xscale.strict_yaml import parse_yaml
 
 SECRET = "https://me:secret@host.org:80/corpus/a.tar?signature=secret"
 
@@ -84,17 +84,17 @@ def test_aliases_of_aliases_are_refused() -> None:
         aliases = ", ".join([f"*a{number - 1}"] * 9)
         lines.append(f"a{number}: &a{number} [{aliases}]")
     with pytest.raises(ValueError, match=r"more than 10 aliases") as error:
-        read_yaml("\n".join(lines))
+        parse_yaml("\n".join(lines))
     assert len(str(error.value)) < 200
-    assert read_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}
+    assert parse_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}
 
 
 @pytest.mark.parametrize("digits", [301, 5000])
 def test_a_number_of_many_digits_is_shown_by_its_first(digits: int) -> None:
     with pytest.raises(ValueError, match=rf"the number 11111111111111111111... has {digits:,} digits") as error:
-        read_yaml(f"a: {'1' * digits}")
+        parse_yaml(f"a: {'1' * digits}")
     assert len(str(error.value)) < 200
-    assert read_yaml(f"'{'1' * digits}'") == "1" * digits and read_yaml("1" * 300) == int("1" * 300)
+    assert parse_yaml(f"'{'1' * digits}'") == "1" * digits and parse_yaml("1" * 300) == int("1" * 300)
 
 
 @pytest.mark.parametrize("show", [redact, redact_and_escape, lambda text: str(UserError(text))])

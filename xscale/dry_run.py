@@ -11,7 +11,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, batch_or_raise_failure, worker_count
 from xscale.data.mixture import initial_state
 from xscale.errors import redact
-from xscale.eval.alignment_score import collect_probe_words_of_run
+from xscale.eval.alignment_score import gather_probe_words_on_rank_0
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.describe import (
@@ -56,7 +56,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         sep="\n",
     )
     if run.recipe.train.measure_every and (run.corpus.lexicons or run.corpus.measured):
-        collect_probe_words_of_run(run.corpus, CpuGroup(), lambda _: None)  # warns of unsuitable dictionaries
+        gather_probe_words_on_rank_0(run.corpus, CpuGroup(), lambda _: None)  # warns of unsuitable dictionaries
     print(*measure_loading_and_estimate_memory(loader, module, run.config, process, hardware.device), sep="\n")
     print(
         f"--out {args.out}: "

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError, indent_lines
 from xscale.removed import removed_or_hugging_face_field_error
-from xscale.strict_yaml import read_yaml
+from xscale.strict_yaml import parse_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -462,7 +462,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     `key.sub=value`. Raises UserError with every problem."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except ValueError as error:
         raise UserError(f"{path} cannot be read as YAML ({error}). Correct the file") from None
     except OSError as error:
@@ -497,7 +497,7 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
     try:
         if not equals:
             raise ValueError("the = is missing")
-        set_field(tree, dotted, read_yaml(text))
+        set_field(tree, dotted, parse_yaml(text))
         if dotted == "train.steps":
             tree["train"].pop("epochs", None)
     except ValueError as error:
@@ -531,9 +531,9 @@ def build_recipe_without_phases(
         if name in SECTIONS and fields is not None:
             if name == "train" and isinstance(fields, dict) and fields.get("epochs"):
                 if fields.get("steps") is not None:
-                    read_section(TrainConfig, {"steps": fields["steps"]}, name, problems)
+                    parse_section(TrainConfig, {"steps": fields["steps"]}, name, problems)
                 fields = fields | {"steps": BY_EPOCHS}
-            sections[name] = read_section(SECTIONS[name], fields, name, problems)
+            sections[name] = parse_section(SECTIONS[name], fields, name, problems)
         elif name not in (*SECTIONS, "streams"):
             problems.append(unknown_or_removed_key_message(name, "a recipe", (*SECTIONS, "streams", "phases")))
     streams = tree.get("streams")
@@ -574,7 +574,7 @@ def parse_stream(name: str, fields: Any, objectives: Objectives, problems: list[
         return None
     own = dict(fields)
     shared = {key: own.pop(key) for key in STREAM_FIELDS if key in own}
-    stream = read_section(StreamConfig, shared, where, problems)
+    stream = parse_section(StreamConfig, shared, where, problems)
     if not isinstance(shared.get("objective"), str):
         return None
     try:
@@ -589,7 +589,7 @@ def parse_stream(name: str, fields: Any, objectives: Objectives, problems: list[
     except UserError as error:
         problems.append(f"{where}.objective: {error}")
         return None
-    options = read_section(objective.options, own, where, problems, STREAM_FIELDS)
+    options = parse_section(objective.options, own, where, problems, STREAM_FIELDS)
     if stream is None:
         return None
     return dataclasses.replace(stream, options=options)
@@ -665,7 +665,9 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
 # Checks of types and ranges, by pydantic
 
 
-def read_section(cls: Any, fields: Any, where: str, problems: list[str], keys_for_message: tuple[str, ...] = ()) -> Any:
+def parse_section(
+    cls: Any, fields: Any, where: str, problems: list[str], keys_for_message: tuple[str, ...] = ()
+) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
     recipe. keys_for_message: keys that the error of an unknown key lists before the fields of `cls`."""
     written = fields if isinstance(fields, dict) else {}

@@ -13,7 +13,7 @@ MOST_DIGITS = 300
 """The maximum number of digits of a whole number. Longer numbers are too large for a float."""
 
 
-def read_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Return the content of a YAML text, which JSON could also represent. Raises ValueError."""
     try:
         content = yaml.load(text, StrictLoader)

@@ -33,7 +33,7 @@ from data_tools.command import run
 from xscale import files, rng
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.strict_yaml import read_yaml
+from xscale.strict_yaml import parse_yaml
 
 SENTENCES = ("sentence1", "premise", "sentence2", "hypothesis", "hypo")
 """The names that a header may give to the two sentences of a pair."""
@@ -42,7 +42,9 @@ END = re.compile(r"[.!?][.!?\"'”’»)\]]*$")
 END_WORD = re.compile(r"[.!?]+")
 MOST_DEPENDENTS = 6
 """If a head has more dependents than this, they keep their order (Wang and Eisner 2016)."""
-FRENCH: dict[str, dict[str, list[int]]] = read_yaml(Path(__file__).with_name("french.yaml").read_text(encoding="utf-8"))
+FRENCH: dict[str, dict[str, list[int]]] = parse_yaml(
+    Path(__file__).with_name("french.yaml").read_text(encoding="utf-8")
+)
 """Counts in a French treebank: the head's part of speech -> the dependent's relation, with PRON if the dependent is a
 pronoun -> [number of dependents before their head, number of all dependents]."""
 

@@ -27,7 +27,7 @@ from worlds import make_data, make_world
 from xscale import files
 from xscale.errors import UserError
 from xscale.recipe import RECIPES, set_field
-from xscale.strict_yaml import read_yaml
+from xscale.strict_yaml import parse_yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -315,7 +315,7 @@ def read_settings(words: list[str], keys: set[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals or key not in keys:
             raise UserError(f"--set {word}: the form must be KEY=VALUE. KEY is one of {', '.join(sorted(keys))}")
-        settings[key] = read_yaml(text)
+        settings[key] = parse_yaml(text)
     return settings
 
 

@@ -22,7 +22,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import exists_or_is_hub_name, map_in_threads
 from xscale.ranks import CpuGroup
-from xscale.recipe import Objectives, Recipe, Schedule, TrainConfig, read_section
+from xscale.recipe import Objectives, Recipe, Schedule, TrainConfig, parse_section
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of these files."""
@@ -213,7 +213,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     steps = math.ceil(round(recipe.train.epochs * stream.record_count(corpus.sources) / stream.samples, 6))
     steps = max(steps, 1)
     problems = list[str]()
-    train = read_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)
+    train = parse_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)
     if problems:
         raise UserError(
             f"With train.epochs={recipe.train.epochs:g}, the run has {steps:,} steps. " + "\n".join(problems)

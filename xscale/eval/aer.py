@@ -78,7 +78,7 @@ def evaluate(
             predicted[layer].append(links)
     results = {}
     for layer in numbers:
-        scores = error_rates(predicted[layer], gold)
+        scores = aer_precision_recall_f1(predicted[layer], gold)
         results[f"argmax layer {layer}"] = scores | {"sentences": len(gold), "cut": truncated}
     return results
 
@@ -107,7 +107,7 @@ def encode_tokens_of_words(
     return EncodedSentence(states_LTH, word_T[:longest], len(ids_T) > longest)
 
 
-def error_rates(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Scores:
+def aer_precision_recall_f1(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Scores:
     """Return AER, precision, recall and F1. predicted: the links of each pair of sentences."""
     counts = []
     for links, pair in zip(predicted, gold, strict=True):

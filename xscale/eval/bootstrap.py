@@ -127,7 +127,7 @@ def resampled_values_of_scores(results: ScoreTree[float]) -> ScoreTree[list[floa
     return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 
 
-def format_score(name: str, value: float) -> str:
+def format_name_and_score(name: str, value: float) -> str:
     """Return text such as `accuracy 0.94 [0.92, 0.96]`. Only a Score has an interval."""
     if not isinstance(value, Score):
         return f"{name} {value:,.4g}"

@@ -19,7 +19,7 @@ from xscale.data.scripts import short_code
 from xscale.data.shards import Source, find_sources, languages_of, sorted_pair_name
 from xscale.errors import LOG, ExitCode, UserError, run_and_exit, run_command
 from xscale.eval import aer, alignment_score, heldout, retrieval
-from xscale.eval.bootstrap import format_score
+from xscale.eval.bootstrap import format_name_and_score
 from xscale.eval.model import ExportedModel, Scores, read_texts, text_checksum, write_results
 
 RECORDS = 1000
@@ -146,7 +146,7 @@ def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None
                 full_name = f"{name} {variant}".strip()
                 results.setdefault(row.task, {})[full_name] = scores
                 checksums.setdefault(row.task, {})[full_name] = checksum
-                listed = ", ".join(map(format_score, scores, scores.values()))
+                listed = ", ".join(map(format_name_and_score, scores, scores.values()))
                 tqdm.write(f"{row.task} {full_name}: {listed}", file=sys.stdout)
         except UserError as error:
             code = 2

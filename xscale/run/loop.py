@@ -14,7 +14,7 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.deepspeed_private import skip_step
 from xscale.errors import LOG, ExitCode, UserError
-from xscale.eval.alignment_score import ProbesByMetric, collect_probe_words_of_run, measure_alignment_on_rank_0
+from xscale.eval.alignment_score import ProbesByMetric, gather_probe_words_on_rank_0, measure_alignment_on_rank_0
 from xscale.eval.in_training import make_task_functions
 from xscale.run.metrics import RunMetrics, UnreportedStep
 from xscale.run.resume import is_checkpoint_of_run
@@ -68,7 +68,7 @@ class Trainer:
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
         self.probes: ProbesByMetric = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
-            self.probes = collect_probe_words_of_run(loader.corpus, context.cpu_group, context.watch.note)
+            self.probes = gather_probe_words_on_rank_0(loader.corpus, context.cpu_group, context.watch.note)
         tasks = make_task_functions(loader, engine, context.process, context.watch.note)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)

@@ -14,7 +14,7 @@ from typing import Any
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import LOG, UserError
-from xscale.eval.bootstrap import format_score, intervals_of_scores
+from xscale.eval.bootstrap import format_name_and_score, intervals_of_scores
 from xscale.eval.in_training import Results, check_metric_is_measured
 from xscale.metric_keys import ALL, better_direction
 from xscale.recipe import Recipe
@@ -141,7 +141,7 @@ class Validation:
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
                 if row == ALL or (ALL not in rows and " " not in row):  # without the single languages and pairs
-                    texts = [format_score(name, number) for name, number in scores.items()]
+                    texts = [format_name_and_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
         self.metrics.board.write([entry])
         LOG.info("\n".join(shown))

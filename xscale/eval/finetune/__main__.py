@@ -31,7 +31,7 @@ from xscale.errors import (
     print_error_or_reraise,
     run_and_exit,
 )
-from xscale.eval.bootstrap import format_score
+from xscale.eval.bootstrap import format_name_and_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import MAX_QUESTION, TASKS, AnyTask, read_examples
 from xscale.eval.finetune.training import Feature, FineTunedModel, SequenceMaker, fine_tune, predict_logits
@@ -188,7 +188,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
                 settings=settings,
             )
     for row, averages in results.items():
-        print_on_rank_0(f"{args.task} {row}: {', '.join(map(format_score, averages, averages.values()))}")
+        print_on_rank_0(f"{args.task} {row}: {', '.join(map(format_name_and_score, averages, averages.values()))}")
     for line in below_majority_warnings(results):
         print_on_rank_0(line)
 
