@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
-from xscale.run.describe import unread_files_beside_lexicon_warnings
+from xscale.run.describe import unclear_file_name_warnings, unread_files_beside_lexicon_warnings
 
 
 @pytest.fixture
@@ -158,6 +159,21 @@ def test_a_dictionary_that_is_not_read_is_told(dictionary, tokenizer: Tokenizer)
     other = dictionary("xx-en.txt", "b cat", "a cat")
     (line,) = unread_files_beside_lexicon_warnings(lexicon)
     assert f"{other} has entries (1) that" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
+
+
+def test_a_dictionary_of_several_languages_of_the_data_is_told(dictionary, tokenizer: Tokenizer) -> None:
+    """en-zh.txt may be in simplified or traditional characters, so that a run with both reads it under no name."""
+    path = dictionary("lexicon/en-zh.txt", "dog cat")
+    dictionary("lexicon/en-pt.txt", "dog cat")
+    message = f"{path}: zh in the file name can mean zh_Hans or zh_TW. In the file name, replace zh by one of them"
+    languages = ["en", "zh_Hans", "zh_TW"]
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_lexicon(path, tokenizer, languages)
+    source = SimpleNamespace(directory=path.parent.parent / "en-zh_TW")
+    corpus = SimpleNamespace(sources=[source], languages=languages)
+    assert unclear_file_name_warnings(corpus) == [f"warning: the run does not read a dictionary. {message}"]
+    corpus.languages = ["en", "zh_TW"]
+    assert unclear_file_name_warnings(corpus) == []
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:

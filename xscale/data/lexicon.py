@@ -216,7 +216,12 @@ def languages_in_file_name(path: Path, languages: Collection[str]) -> tuple[str,
     spelled = list[str]()
     for language in pair:
         names = find_spellings(language, languages)
-        spelled.append(names[0] if len(names) == 1 else language)
+        if len(names) > 1:
+            raise UserError(
+                f"{path}: {language} in the file name can mean {' or '.join(sorted(names))}. In the file name, replace "
+                f"{language} by one of them"
+            )
+        spelled.append(names[0] if names else language)
     return (spelled[0], spelled[1]) if spelled[0] != spelled[1] else pair
 
 

@@ -7,6 +7,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, sampling_probabilities, source_sizes
+from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError, redact
@@ -39,6 +40,8 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         )
         if not recipe.data.lexicons:
             lines += unread_files_beside_lexicon_warnings(lexicon)
+    if not recipe.data.lexicons:
+        lines += unclear_file_name_warnings(corpus)
     for stream in corpus.streams.last:
         lines += advice_and_unlinked_source_notes(recipe, corpus, stream)
     return lines
@@ -60,6 +63,23 @@ def unread_files_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
                 f"{path}. Without data.lexicons, a run reads only one dictionary for each pair of languages. To read "
                 f"both dictionaries, set data.lexicons=[{lexicon.path},{path}]"
             )
+    return lines
+
+
+def unclear_file_name_warnings(corpus: Corpus) -> list[str]:
+    """Return a warning for each dictionary near the shards whose file name can mean several languages of the shards,
+    such as en-zh.txt for zh-Hans and zh-Hant. The run does not read these dictionaries."""
+    lines = list[str]()
+    folders = {folder for source in corpus.sources for folder in source.directory.resolve().parents[:2]}
+    for folder in sorted(folders):
+        for path in sorted((folder / "lexicon").glob("*.txt")):
+            with suppress(UserError):  # the name is not that of a pair
+                pair = languages_in_file_name(path, ())
+                try:
+                    languages_in_file_name(path, corpus.languages)
+                except UserError as error:
+                    if all(find_spellings(language, corpus.languages) for language in pair):
+                        lines.append(f"warning: the run does not read a dictionary. {error}")
     return lines
 
 
