@@ -11,10 +11,10 @@ from tests import launch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.recipe import load_recipe, shipped_recipes
+from xscale.recipe import load_recipe, shipped_recipe_names
 from xscale.run.resolve import resolve_run
 
-NAMES = [name for name in shipped_recipes() if name.startswith("adapt/")]
+NAMES = [name for name in shipped_recipe_names() if name.startswith("adapt/")]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 

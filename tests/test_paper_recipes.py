@@ -16,11 +16,11 @@ from xscale.errors import UserError
 from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
-from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipes
+from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipe_names
 from xscale.run.describe import learning_rate_warnings
 from xscale.run.resolve import check_starting_weights
 
-NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]
+NAMES = [name for name in shipped_recipe_names() if name.startswith("paper/")]
 
 PAN = {
     "model.init": "bert-base-multilingual-cased",  # 2.1: "the pretrained mBERT model to initialize both"

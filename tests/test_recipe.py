@@ -12,7 +12,7 @@ from xscale.errors import UserError
 from xscale.metric_keys import MetricKey, count_key
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
-from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
+from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipe_names
 from xscale.run.run_status import identity_differences
 from xscale.run.synchronizer import AgreedStep, check_step_has_targets
 
@@ -43,7 +43,7 @@ def problems(make: Any, *arguments: str) -> list[str]:
 # 1. Shipped recipes
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", shipped_recipe_names())
 def test_shipped_recipes_load(name: str) -> None:
     recipe = load(name)
     written = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
@@ -61,7 +61,7 @@ def test_shipped_recipes_load(name: str) -> None:
     assert (RECIPES / f"{name}.yaml").read_text().startswith("#"), "a shipped recipe says what it is"
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", shipped_recipe_names())
 def test_the_resolved_recipe_loads_again(recipe, name: str) -> None:
     """config.yaml of a run is a recipe."""
     first = load(name, "train.lr=1e-5", "train.weight_decay=0")

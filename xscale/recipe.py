@@ -416,7 +416,7 @@ class Recipe:
         """Return whether any stream sets this option to true."""
         return any(getattr(stream.options, option, False) for stream in self.streams.values())
 
-    def uses_neutral_token_type(self) -> bool:
+    def has_sequences_without_language(self) -> bool:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
@@ -449,7 +449,7 @@ def default_values(cls: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
 
 
-def shipped_recipes() -> list[str]:
+def shipped_recipe_names() -> list[str]:
     """Return the names of the shipped recipes, such as "xlm" and "paper/tang_xlm"."""
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
@@ -468,7 +468,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     except OSError as error:
         raise UserError(
             f"recipe {name!r} not found ({path}: {error.strerror}). Use a recipe of xscale "
-            f"({', '.join(shipped_recipes())}) or a file that ends in .yaml"
+            f"({', '.join(shipped_recipe_names())}) or a file that ends in .yaml"
         ) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a recipe. Write a YAML mapping with keys such as model, streams, data, train")

@@ -204,7 +204,7 @@ def build_initial_encoder(
         language_embeddings=recipe.any_stream_sets("language_embeddings"),
         reset_positions=recipe.any_stream_sets("reset_positions"),
         segments=corpus.segments,
-        neutral_trained=recipe.uses_neutral_token_type(),
+        neutral_trained=recipe.has_sequences_without_language(),
         seed=recipe.train.seed,
         load=load,
     )
