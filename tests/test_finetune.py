@@ -23,9 +23,9 @@ from xscale.eval.finetune.tasks import TASKS, read_examples
 from xscale.eval.finetune.training import FineTunedModel, SequenceMaker
 from xscale.eval.finetune.transfer import (
     below_majority_warnings,
+    make_code_switched_examples,
     plan_training,
     summarize_by_language,
-    switch_languages,
 )
 from xscale.eval.model import ExportedModel
 
@@ -435,15 +435,15 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
     ]
     assert [example.place[-1] for example in plan[1].examples[::2]] == ["0", "1", "2", "5"]
     with pytest.raises(UserError, match=r"de: line 0 has the label y, but the original in en has the label x"):
-        switch_languages(text_of("en"), text_of("de", labels="yx"))
+        make_code_switched_examples(text_of("en"), text_of("de", labels="yx"))
     with pytest.raises(UserError, match=r"no example of en has a translation in de"):
-        switch_languages(text_of("en")[:2], text_of("de")[2:])
+        make_code_switched_examples(text_of("en")[:2], text_of("de")[2:])
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
     a = LabelledExample(("who", "Ada wrote"), (), (("Ada", 0),), ("en", "en"))
     b = LabelledExample(("wer", "Es war Ada"), (), (("Ada", 7),), ("de", "de"))
-    first, second = switch_languages([a], [b])
+    first, second = make_code_switched_examples([a], [b])
     assert first == LabelledExample(("wer", "Ada wrote"), (), (("Ada", 0),), ("de", "en"))
     assert second == LabelledExample(("who", "Es war Ada"), (), (("Ada", 7),), ("en", "de"))
 

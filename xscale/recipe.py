@@ -402,9 +402,8 @@ class Recipe:
 
     @property
     def schedule(self) -> Schedule["Recipe"]:
-        ends = tuple(phase.end for phase in self.phases)
         recipes = [phase.recipe for phase in self.phases]
-        return Schedule(ends, (*recipes, self))
+        return Schedule(tuple(phase.end for phase in self.phases), (*recipes, self))
 
     def stream_weight(self, name: str, step: int) -> float:
         """Return the factor of a stream's loss in a step, counted from 0."""

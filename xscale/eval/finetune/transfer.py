@@ -88,7 +88,7 @@ def plan_training(
                     )
             is_switched = code_switch and setting == TRANSLATE_TRAIN
             if is_switched:
-                examples = switch_languages(train[source], examples)
+                examples = make_code_switched_examples(train[source], examples)
             plan.append(TrainingText(examples, settings, labels, is_switched))
     return plan
 
@@ -112,7 +112,9 @@ def check_places_differ(examples: list[LabelledExample]) -> None:
             raise UserError(f"{examples[0].path}: {place} occurs {times} times. Write a different id for each question")
 
 
-def switch_languages(source: list[LabelledExample], translated: list[LabelledExample]) -> list[LabelledExample]:
+def make_code_switched_examples(
+    source: list[LabelledExample], translated: list[LabelledExample]
+) -> list[LabelledExample]:
     """Return two code-switched examples for each example that has a translation (Pan et al. 2021, 2.3): a pair (a, b)
     and its translation (a', b') become (a', b) and (a, b'). A question gets the answers in its new context. Raises
     UserError."""
