@@ -27,10 +27,10 @@ from xscale.dry_run import dry_run
 from xscale.errors import LOG, UserError
 from xscale.eval.in_training import (
     check_metric_is_measured,
+    find_streams_for_heldout_text,
     find_task_sources,
     make_heldout_loader,
     measure_heldout_losses,
-    streams_of_heldout_text,
 )
 from xscale.eval.retrieval import retrieval_accuracies
 from xscale.metric_keys import count_key
@@ -241,10 +241,10 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    measured = {s.name: (s.sources, s.samples) for s in streams_of_heldout_text(recipe, corpus, sources)}
+    measured = {s.name: (s.sources, s.samples) for s in find_streams_for_heldout_text(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "word_contrast": second}
-    measured = {stream.name for stream in streams_of_heldout_text(recipe, corpus, sources[:1])}
+    measured = {stream.name for stream in find_streams_for_heldout_text(recipe, corpus, sources[:1])}
     assert measured == {"tlm", "ppa"}, "without any links, the other objectives are measured"
 
 

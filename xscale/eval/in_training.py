@@ -77,7 +77,7 @@ def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, cpu_group: CpuG
             check_file_sizes(sources, cpu_group)
             rows = [ALL, *(source.sorted_langs_name for source in sources)]
             if task.kind == "heldout":
-                rows = [stream.name for stream in streams_of_heldout_text(recipe, corpus, sources)]
+                rows = [stream.name for stream in find_streams_for_heldout_text(recipe, corpus, sources)]
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         check_row_of_best(recipe.checkpoint.best or "", task.name, rows)
@@ -124,7 +124,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 # Held-out losses
 
 
-def streams_of_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
+def find_streams_for_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
     """Return the streams that can read held-out sources, with all their records as one step. Raises UserError if there
     is none, and if only some pairs of a source have the word links that a stream needs."""
     streams = list[Stream]()
@@ -162,7 +162,7 @@ def make_heldout_loader(task: EvalTask, loader: Loader) -> Loader:
     tokens = source_sizes(sources, calibration, "tokens")
     streams = list[Stream]()
     measured = {}
-    for stream in streams_of_heldout_text(recipe, loader.corpus, sources):
+    for stream in find_streams_for_heldout_text(recipe, loader.corpus, sources):
         if stream.reads_running_text:
             text = sum(tokens[source] for source in stream.sources)
             stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
