@@ -424,3 +424,11 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
             text += ". Put text that looks like a number or a truth value into quotation marks"
         lines.append(f"{prefix}{place}: {text}" if place else f"{prefix}{text}")
     return lines
+
+
+def check_folder_is_outside_sources(out: Path, sources: list[SourceSpec]) -> None:
+    """Raise UserError if `out` is in a folder of text, where the tasks would read each other's files as text."""
+    for source in sources:
+        for path in source.paths if source.text else []:
+            if Path(path).is_dir() and Path(path).resolve() in out.resolve().parents:
+                raise UserError(f"--out {out} is inside {path}, a folder of text. Choose a folder outside {path}")

@@ -29,7 +29,7 @@ from xscale.errors import UserError
 from . import steps, word_aligner
 from .cleaning import cached_tokenizer, check_excluded_file, identifiable_languages, language_code
 from .command import check_new_folder, run
-from .corpus import Corpus, load_corpus
+from .corpus import Corpus, check_folder_is_outside_sources, load_corpus
 from .engine import EXECUTORS, TaskList, do_task_unless_done, done_marker_path, lock_folder, run_tasks
 
 PAGE = """<!doctype html>
@@ -243,6 +243,7 @@ def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[st
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     """Make the folder `out` of a corpus, and print a summary. Raises UserError, MachineError and OSError."""
+    check_folder_is_outside_sources(out, corpus.sources)
     files.check_writable_and_make_parent(out)
     folder = files.checked_partial_path(out)
     folder.mkdir(exist_ok=True)

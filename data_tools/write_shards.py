@@ -17,7 +17,7 @@ from xscale.errors import UserError
 
 from . import index, steps, word_aligner
 from .command import check_new_folder, run
-from .corpus import parse_corpus
+from .corpus import check_folder_is_outside_sources, parse_corpus
 from .engine import lock_folder
 from .prepare import do_steps
 
@@ -101,6 +101,7 @@ def path_or_stdin(name: str) -> str:
 
 def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     """Write the shards of a corpus of one source to `out`. Raises UserError."""
+    check_folder_is_outside_sources(out, plan.corpus.sources)
     check_new_folder(out)
     folder = files.checked_partial_path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -470,6 +470,16 @@ def test_names_that_would_write_elsewhere(tmp_path: Path, refused) -> None:
     assert files(tmp_path) == {"text", "plain"}
 
 
+def test_an_output_within_the_text_is_refused(tmp_path: Path, refused) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "one").write_text("one\n")
+    message = refused(mono("--text", text, "--out", text / "sub" / "out"))
+    assert f"out is inside {text}, a folder of text. Choose a folder outside {text}" in message
+    assert files(tmp_path) == {"text"}
+    assert files(text) == {"one"}
+
+
 def test_a_refusal_of_the_machine_s_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "text").write_text("one\n")
     words = ["mono", "--text", str(tmp_path / "text"), "--lang", "en", "--out", str(tmp_path / "text" / "out")]
