@@ -411,7 +411,7 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
     lines = list[str]()
     for problem in error.errors():
         place = ".".join(map(str, problem["loc"]))
-        text = f"{problem['input']!r}: {problem['msg']}"
+        text = f"{problem['input']!r}: {problem['msg'].partition(' or instance of ')[0]}"
         if problem["type"] == "extra_forbidden":
             remedy = removed_corpus_key_or_command_error(str(problem["loc"][-1]))
             text = (

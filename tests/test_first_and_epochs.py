@@ -14,7 +14,7 @@ from tests import launch
 from tests.launch import open_run
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
-from xscale.data.shards import Source, drop_all_but_first_per_language, find_sources
+from xscale.data.shards import Source, find_sources, keep_first_records_per_language
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
@@ -74,7 +74,7 @@ def test_each_language_has_its_first_records_in_the_order_given(texts: Path) -> 
     """en-de and de-en are one pair of languages, whose sources are taken in the order of --data."""
 
     def counted(directories: list[str], first: int | None) -> dict[str, int]:
-        sources = drop_all_but_first_per_language(find_sources([texts / name for name in directories]), first)
+        sources = keep_first_records_per_language(find_sources([texts / name for name in directories]), first)
         return {source.directory.name: source.records for source in sources}
 
     assert counted(["a", "b", "c", "mono_en"], None) == {"a": 120, "b": 100, "c": 40, "mono_en": 90}

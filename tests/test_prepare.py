@@ -284,6 +284,7 @@ MONO = {"mono": "de", "text": "a"}
         ({"sources": [MONO], "tokenizer": {"vocab_size": 99_999_999_999}}, ["tokenizer.TokenizerSpec.vocab_size"]),
         ({"sources": [MONO | {"mono": "german"}]}, ["'german' is not a language code", "such as german1"]),
         ({"sources": [MONO | {"licence": "\ud800"}]}, ["unpaired surrogate"]),
+        ({"sources": [MONO | {"rules": []}], "x": 1}, ["0.rules: []: Input should be a valid dictionary\n"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}}]}, ["sources.0.rules.lenght: unknown key"]),
         ({"sources": [MONO | {"rules": {"lenght": 3}, "lang": "en"}]}, ["0.rules.lenght: unk", "sources.0.lang: unk"]),
         ({"sources": [MONO], "rules": {"length": {"tokens": [1, 9]}}}, ["length.tokens: this rule needs a tokenizer"]),

@@ -60,7 +60,7 @@ def batches(failing: int) -> Any:
 
 
 class Failed(Exception):
-    """Return the error that report_steps_and_raise_on_all_ranks raises."""
+    """Return the error that report_steps_and_raise raises."""
 
 
 def raise_without_report(*_: Any) -> None:
@@ -123,5 +123,5 @@ def test_a_stop_comes_as_many_steps_later() -> None:
 
 
 def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xscale.run.synchronizer.report_steps_and_raise_on_all_ranks", raise_without_report)
+    monkeypatch.setattr("xscale.run.synchronizer.report_steps_and_raise", raise_without_report)
     assert run(Network(2.0), fails=30) == (30, "failed")

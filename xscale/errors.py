@@ -234,7 +234,7 @@ def env_number(variable: str, default: int) -> int:
     return int(value)
 
 
-def block_sigusr2_and_dump_on_sigusr1() -> None:
+def set_up_user_signals() -> None:
     """Block SIGUSR2 in this process and in all processes that it starts. The signal stays pending until run/watch.py
     reads it.
 

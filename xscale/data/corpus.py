@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.shards import Shard, Source, drop_all_but_first_per_language, find_sources, languages_of
+from xscale.data.shards import Shard, Source, find_sources, keep_first_records_per_language, languages_of
 from xscale.data.stream import (
     Stream,
     check_languages_have_text,
@@ -100,7 +100,7 @@ def open_corpus(
     cpu_group = cpu_group or CpuGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
-    sources = drop_all_but_first_per_language(all_sources, recipe.data.first)
+    sources = keep_first_records_per_language(all_sources, recipe.data.first)
     check_file_sizes(sources, cpu_group)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))

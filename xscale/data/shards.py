@@ -557,7 +557,7 @@ def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> Non
             )
 
 
-def drop_all_but_first_per_language(sources: list[Source], first: int | None) -> list[Source]:
+def keep_first_records_per_language(sources: list[Source], first: int | None) -> list[Source]:
     """Remove all records of each language or pair but its first `first` records; None: keep all. Return the sources
     that still have records."""
     if first is None:

@@ -64,9 +64,8 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             return run_status.DONE
         trainer, batches = set_up_training(args, run, context, checkpoint)
         if run_status.read_status(args.out).get("status") == "running":  # no other rank has failed meanwhile
-            status.note_lock_and_write_running(
-                status.status_before_start
-            )  # with the step: slurm/pretrain.sbatch reads whether training has begun
+            # This writes the step. slurm/pretrain.sbatch reads whether training has begun.
+            status.note_lock_and_write_running(status.status_before_start)
         try:
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)

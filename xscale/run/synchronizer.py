@@ -131,7 +131,7 @@ class StepSynchronizer:
         def wait_for_agreement() -> AgreedStep | None:
             failed, stopped, *sums = wait_for_sums()
             if failed:
-                report_steps_and_raise_on_all_ranks(self.error, self.context.cpu_group, self.metrics)
+                report_steps_and_raise(self.error, self.context.cpu_group, self.metrics)
             if stopped:
                 return None
             assert batch and structure
@@ -152,7 +152,7 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
     )
 
 
-def report_steps_and_raise_on_all_ranks(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
+def report_steps_and_raise(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
     """Raise on all ranks, after some could not read their records. A rank raises its own error; a rank without an error
     raises another rank's. All ranks write their metrics before, unless another run has taken the directory. error:
     this rank's error. All ranks call it together."""
