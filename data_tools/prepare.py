@@ -170,7 +170,7 @@ def print_kept_counts(folder: Path) -> None:
             states = steps.read_selection_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(
-            f"source {corpus.source_names[number]}: the rules of corpus.yaml leave {left:,} of {read:,} {source.kind}",
+            f"source {corpus.source_names[number]}: the rules leave {left:,} of {read:,} {source.kind}",
             file=sys.stderr,
             flush=True,
         )

@@ -222,11 +222,11 @@ def sets_of_model(folder: Path, sets: list[str], trained_by_xscale: bool) -> lis
 @pytest.mark.parametrize(
     ("recipe", "sets", "trained_by_xscale", "words"),
     [
-        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*adapt/NAME.*train.lr=5e-5"),
-        ("mixed", ["model.init=DIR"], False, "0.002.*--recipe adapt/NAME.*train.lr=5e-5"),
+        ("ppa", ["model.init=DIR"], False, r"recipe ppa is for random weights.*0.001.*adapt/ppa\).*train.lr=5e-5"),
+        ("mixed", ["model.init=DIR"], False, r"0.002.*--recipe adapt/mixed\).*train.lr=5e-5"),
         ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
         ("ppa", ["model.init=DIR"], True, None),
-        ("align_mlm", ["model.init=DIR"], False, r"set a lower learning rate.*train.lr=5e-5"),
+        ("align_mlm", ["model.init=DIR"], False, r"adapt/NAME\).*set a lower learning rate.*train.lr=5e-5"),
         ("mlm", ["model.init=DIR"], False, None),
         ("alignlm", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=DIR"], False, None),
