@@ -12,7 +12,7 @@ from xscale.errors import UserError
 from xscale.models.build import build_initial_encoder, configured_dropout, has_segment_embeddings, xscale_field_of_init
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup
-from xscale.recipe import Recipe, load_recipe, shipped_recipes
+from xscale.recipe import Recipe, load_recipe, shipped_recipe_names
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig
 from xscale.step.module import StepModule
@@ -68,7 +68,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     if xscale_field_of_init(resolve_init_to_hugging_face(init)):
         return  # trained by xscale
     adapt_recipe = f"adapt/{recipe_name}"
-    if adapt_recipe not in shipped_recipes():
+    if adapt_recipe not in shipped_recipe_names():
         adapt_recipe = "adapt/NAME"
     raise UserError(
         f"recipe {recipe_name} is for random weights: its learning rate, train.lr {recipe.train.lr:g}, would harm "
