@@ -128,7 +128,7 @@ class Cleaner:
         """Return the sentences of a document that no rule removes."""
         kept = list[str]()
         for sentence in sentences:
-            reason = self.violated_length_rule([sentence])
+            reason = self.violated_length_or_ratio_rule([sentence])
             if not reason and self.occurs_in_excluded_files(sentence):
                 reason = "exclude"
             if reason:
@@ -143,7 +143,7 @@ class Cleaner:
             return "empty"
         sides = texts
         if self.source.pairs:
-            reason = self.violated_length_rule(texts)
+            reason = self.violated_length_or_ratio_rule(texts)
             if reason:
                 return reason
             if not self.rules.identical and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
@@ -164,7 +164,7 @@ class Cleaner:
         excluded = read_excluded_lines(tuple(self.rules.exclude))
         return bool(excluded) and fold_to_letters_and_digits(text) in excluded
 
-    def violated_length_rule(self, texts: list[str]) -> str:
+    def violated_length_or_ratio_rule(self, texts: list[str]) -> str:
         """Return the name of the length rule that removes a pair or a single sentence; "" if no rule does."""
         sizes = list(map(len, texts))
         length = self.rules.length

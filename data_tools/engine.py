@@ -112,7 +112,7 @@ def worker_pool(workers: int, place: str, remedy: str) -> Iterator[ProcessPoolEx
     """Yield a pool of processes. Raises MachineError, with the place and the remedy, if a process is killed."""
     # Forked workers hold the folder's lock, too: a new start waits until the workers of a killed one have ended.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, exit_with_parent, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, context, ignore_ctrl_c_and_exit_with_parent, (os.getpid(),))
     try:
         yield pool
     except BrokenProcessPool:
@@ -123,7 +123,7 @@ def worker_pool(workers: int, place: str, remedy: str) -> Iterator[ProcessPoolEx
         pool.shutdown(cancel_futures=True)
 
 
-def exit_with_parent(parent_pid: int) -> None:
+def ignore_ctrl_c_and_exit_with_parent(parent_pid: int) -> None:
     """Make this process end soon after the process `parent_pid` ends, and ignore Ctrl-C, which that process handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -1050,7 +1050,9 @@ def test_another_corpus_or_run_is_refused(
 
 
 def test_a_worker_ends_if_its_parent_died_before_it_began() -> None:
-    worker = multiprocessing.get_context("fork").Process(target=lambda: (engine.exit_with_parent(0), time.sleep(60)))
+    worker = multiprocessing.get_context("fork").Process(
+        target=lambda: (engine.ignore_ctrl_c_and_exit_with_parent(0), time.sleep(60))
+    )
     worker.start()
     worker.join(30)
     assert worker.exitcode == 1

@@ -21,7 +21,7 @@ from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.ranks import CpuGroup, Process, unwrap_or_raise_user_error, value_or_user_error
+from xscale.ranks import CpuGroup, Process, result_or_caught_user_error, unwrap_or_raise_user_error
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
 from xscale.step.ds_config import Hardware, read_and_resolve_ds_config
@@ -46,7 +46,9 @@ class Threads(CpuGroup):
         return found
 
     def value_from_main(self, make: Any) -> Any:
-        return unwrap_or_raise_user_error(self.all_gather(value_or_user_error(make) if self.is_main else None)[0])
+        return unwrap_or_raise_user_error(
+            self.all_gather(result_or_caught_user_error(make) if self.is_main else None)[0]
+        )
 
 
 def on_ranks(size: int, work: Any) -> list[Any]:

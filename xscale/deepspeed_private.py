@@ -108,7 +108,7 @@ def remove_gradient_hooks(engine: Any) -> None:
 
 
 def supports_flat_gradients(engine: Any) -> bool:
-    """Return whether this engine's gradients can be views of flat tensors, which `average_flat_gradients` averages.
+    """Return whether this engine's gradients can be views of flat tensors, for `average_and_hand_over_partitions`.
 
     They can be at stages 1 and 2, with three exceptions: the optimizer is in host memory; DeepSpeed keeps gradients in
     fp32 beside 16-bit weights; `reduce_scatter` is false, and DeepSpeed scales gradients in another way.
@@ -138,7 +138,7 @@ def without_gradient_reduction(engine: Any) -> AbstractContextManager[Any]:
     return mock.patch.object(engine, "inside_no_sync_ctxt", True)
 
 
-def average_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
+def average_and_hand_over_partitions(engine: Any, flat_gradients: list[Tensor]) -> None:
     """Average flat gradients over ranks, and hand this rank's partition of each to DeepSpeed's update. The sum is
     computed in place, so no gradient is copied unless ranks exchange gradients in another data type. On CUDA, only this
     rank's partition is valid afterwards."""
@@ -260,7 +260,7 @@ def register_plain_zero_stage_pickling() -> None:
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
 
 
-def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
+def collect_contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
     """Return the content of the files, by name, that engine.save_checkpoint would write into `partial` on this rank.
     Its tensors are those of the engine, no copies. All ranks call it together.
 

@@ -286,7 +286,7 @@ class CpuGroup:
 
     def value_from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
-        values = [value_or_user_error(make) if self.is_main else None]
+        values = [result_or_caught_user_error(make) if self.is_main else None]
         if self.group is not None:
             dist.broadcast_object_list(values, src=0, group=self.group)
         return unwrap_or_raise_user_error(values[0])
@@ -294,7 +294,7 @@ class CpuGroup:
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
         raised on all ranks."""
-        values = value_or_user_error(lambda: [work() for work in works[self.rank :: self.size]])
+        values = result_or_caught_user_error(lambda: [work() for work in works[self.rank :: self.size]])
         values_of_ranks = list(map(unwrap_or_raise_user_error, self.all_gather(values)))
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
@@ -303,7 +303,7 @@ class CpuGroup:
         self.begin_sum([0])()
 
 
-def value_or_user_error(make: Callable[[], Any]) -> Any:
+def result_or_caught_user_error(make: Callable[[], Any]) -> Any:
     """Return what `make` returns, or the UserError that it raises."""
     try:
         return make()
@@ -312,7 +312,7 @@ def value_or_user_error(make: Callable[[], Any]) -> Any:
 
 
 def unwrap_or_raise_user_error(value: Any) -> Any:
-    """Return the result of `value_or_user_error`, which may be another rank's, or raise the UserError that it is."""
+    """Return a result of `result_or_caught_user_error` (perhaps another rank's), or raise the UserError that it is."""
     if isinstance(value, UserError):
         raise value
     return value

@@ -13,7 +13,7 @@ import torch
 
 from xscale import files
 from xscale.checkpoint import store
-from xscale.deepspeed_private import contents_to_save
+from xscale.deepspeed_private import collect_contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import CpuGroup
 
@@ -107,7 +107,7 @@ class CheckpointManager:
 
     def _contents_of_own_files(self, step: int) -> dict[str, Any]:
         """Return the content of this rank's files, by their names. All ranks call it together."""
-        contents = contents_to_save(self.engine, self.partial_path_of_step(step))
+        contents = collect_contents_to_save(self.engine, self.partial_path_of_step(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.cpu_group.is_main and auxiliary:
             contents[store.AUXILIARY_STATES] = auxiliary

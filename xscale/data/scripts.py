@@ -59,7 +59,7 @@ def check_language_name(name: str) -> None:
         )
 
 
-def _map_to_first_codes(groups_of_codes: str) -> dict[str, str]:
+def _map_others_to_first_code(groups_of_codes: str) -> dict[str, str]:
     """Return {other code: first code of its group}. groups_of_codes: separated by commas."""
     first_codes = {}
     for group in groups_of_codes.split(", "):
@@ -68,8 +68,8 @@ def _map_to_first_codes(groups_of_codes: str) -> dict[str, str]:
     return first_codes
 
 
-_CODE_OF_SPELLING = _map_to_first_codes(_SPELLINGS)
-_CODE_OF_MEMBER = _map_to_first_codes(_MEMBERS)
+_CODE_OF_SPELLING = _map_others_to_first_code(_SPELLINGS)
+_CODE_OF_MEMBER = _map_others_to_first_code(_MEMBERS)
 
 
 @dataclass(frozen=True)

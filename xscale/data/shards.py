@@ -248,7 +248,7 @@ class Source:
 
     def continues_document(self, shard: int, record: int) -> bool:
         """Return whether the record continues the document of the record before it."""
-        return bool(self._offset_length_crc_of_record(shard, record)[1] & FOLLOWS)
+        return bool(self._offset_flagged_length_crc_of_record(shard, record)[1] & FOLLOWS)
 
     def fetch_shard(self, shard: int, damaged_inode: int = 0) -> None:
         """Fetch a shard of a source at a URL, unless it is in the cache. damaged_inode: see Remote.fetch. Raises
@@ -270,7 +270,7 @@ class Source:
     def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
         """Return the bytes of a record, which have the checksum of its entry. The arguments are those of `read`. Raises
         UserError."""
-        offset, length, crc = self._offset_length_crc_of_record(shard, record)
+        offset, length, crc = self._offset_flagged_length_crc_of_record(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
         attempts = 0 if offset + length > about.bytes else 2  # a second read may succeed
@@ -327,7 +327,7 @@ class Source:
         text = stripped_piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
-    def _offset_length_crc_of_record(self, shard: int, record: int) -> tuple[int, int, int]:
+    def _offset_flagged_length_crc_of_record(self, shard: int, record: int) -> tuple[int, int, int]:
         """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)

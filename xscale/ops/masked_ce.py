@@ -152,12 +152,12 @@ def _losses_and_gradients(
         found.append(
             kernel.losses_overwriting_logits(bias_V, *arguments) if kernel else _losses_overwriting_logits(*arguments)
         )
-        _add_gradients(logits_CV, features_CH, weight_VH, largest_weight / scale, gradients, start)
+        _write_or_add_gradients(logits_CV, features_CH, weight_VH, largest_weight / scale, gradients, start)
     losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
     return losses_M, right_M
 
 
-def _add_gradients(
+def _write_or_add_gradients(
     d_logits_CV: Tensor,
     features_CH: Tensor,
     weight_VH: Tensor,

@@ -95,7 +95,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
             private.drop_gradients(engine.module)
             raise
     if flat_gradients is not None:
-        private.average_flat_gradients(engine, flat_gradients)
+        private.average_and_hand_over_partitions(engine, flat_gradients)
     elif on_request:
         engine.allreduce_gradients()
 
