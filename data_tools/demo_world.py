@@ -208,16 +208,16 @@ def xx_suffix(pool: str, grammar_key: str) -> str:
     return NUMBERS[first] + CASES[second] if grammar_key else ""
 
 
-def coin_stem(rng: Random, pool: str, en: dict[str, str], taken_forms: set[str]) -> str:
-    """Return a new stem for a word of xx, so that none of its forms is in `taken_forms`. The stem of a name or sign is
-    the name or sign itself."""
-    if pool == "name" or pool in SIGNS:
+def choose_xx_stem(rng: Random, word_class: str, en: dict[str, str], taken_forms: set[str]) -> str:
+    """Return the stem of a word of xx: for a name or a sign, the name or sign itself; for other words a new stem, none
+    of whose forms is in `taken_forms`."""
+    if word_class == "name" or word_class in SIGNS:
         return next(iter(en.values()))
     while True:
         stem = ""
         for _ in range(2 if rng.random() < 0.7 else 3):
             stem += choose(rng, ONSETS) + choose(rng, VOWELS)
-        if taken_forms.isdisjoint(stem + xx_suffix(pool, key) for key in en):
+        if taken_forms.isdisjoint(stem + xx_suffix(word_class, key) for key in en):
             return stem
 
 
@@ -231,7 +231,7 @@ class World:
         words = english_pools_and_forms()
         taken = LITERALS.union(*(en.values() for _, en in words))
         for pool, en in words:
-            stem = coin_stem(rng, pool, en, taken)
+            stem = choose_xx_stem(rng, pool, en, taken)
             xx = {key: stem + xx_suffix(pool, key) for key in en}
             taken.update(xx.values())
             self.pools[pool].append(Word(en, xx))

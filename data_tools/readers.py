@@ -382,7 +382,7 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
     return Unit(number, [text.replace("\n", " ") for text in texts])
 
 
-def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
+def read_parquet_or_data_set_rows(source: SourceSpec) -> Iterator[Unit]:
     """Yield a unit for each row of a parquet file, or of a data set. Raises UserError for every exception, because
     damaged files raise exceptions of many types."""
     name = source.paths[0]
@@ -518,8 +518,8 @@ READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {
     "tsv": read_tsv,
     "tmx": read_tmx,
     "jsonl": read_json_lines,
-    "parquet": read_table_rows,
-    "datasets": read_table_rows,
+    "parquet": read_parquet_or_data_set_rows,
+    "datasets": read_parquet_or_data_set_rows,
     "shards": read_shards,
 }
 """The key of a source that names its files -> the function that reads them."""

@@ -42,7 +42,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
-from xscale.run.describe import unclear_file_name_warnings, unread_files_beside_lexicon_warnings
+from xscale.run.describe import unclear_file_name_warnings, unread_entries_beside_lexicon_warnings
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def test_a_dictionary_that_is_not_read_is_told(dictionary, tokenizer: Tokenizer)
     """Unless it is the other dictionary with its columns exchanged. Decomposed letters (NFD) make no difference."""
     lexicon = load_lexicon(dictionary("en-xx.txt", "café dog", "cat a"), tokenizer)
     dictionary("xx-en.txt", "dog cafe\u0301")
-    assert unread_files_beside_lexicon_warnings(lexicon) == []
+    assert unread_entries_beside_lexicon_warnings(lexicon) == []
     other = dictionary("xx-en.txt", "b cat", "a cat")
-    (line,) = unread_files_beside_lexicon_warnings(lexicon)
+    (line,) = unread_entries_beside_lexicon_warnings(lexicon)
     assert f"{other} has entries (1) that" in line and f"data.lexicons=[{lexicon.path},{other}]" in line
 
 

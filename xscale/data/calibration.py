@@ -48,7 +48,7 @@ class Calibration:
     phases: list[dict[str, Correction]] = field(default_factory=list)
     """The statistics of each stream, by its name, in each phase."""
 
-    def corrections(self, phase_ends: tuple[int, ...]) -> Schedule[dict[str, Correction]]:
+    def corrections_of_streams(self, phase_ends: tuple[int, ...]) -> Schedule[dict[str, Correction]]:
         """Return the statistics of each stream, by its name, in each step. phase_ends: the first step after
         each phase."""
         return Schedule(phase_ends, (*self.phases, self.streams))

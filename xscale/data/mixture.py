@@ -141,7 +141,7 @@ class Mixture:
         self.streams = streams
         self.data = data
         self.calibration = calibration
-        self.corrections = calibration.corrections(streams.ends)
+        self.corrections = calibration.corrections_of_streams(streams.ends)
         self.sources = sources
         self.seed = seed
         self.max_tokens = max_tokens

@@ -39,7 +39,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
             "(data.lexicon_heldout)"
         )
         if not recipe.data.lexicons:
-            lines += unread_files_beside_lexicon_warnings(lexicon)
+            lines += unread_entries_beside_lexicon_warnings(lexicon)
     if not recipe.data.lexicons:
         lines += unclear_file_name_warnings(corpus)
     for stream in corpus.streams.last:
@@ -47,7 +47,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     return lines
 
 
-def unread_files_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
+def unread_entries_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
     """Return a warning for each file beside a dictionary that has further entries in the same two languages."""
     lines = list[str]()
     known = set(read_entries(lexicon.path))
@@ -122,7 +122,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
     """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
     first."""
     recipes = loader.recipe.schedule
-    corrections = loader.calibration.corrections(recipes.ends)
+    corrections = loader.calibration.corrections_of_streams(recipes.ends)
     lines = list[str]()
     phases = zip(recipes.values, loader.corpus.streams.values, corrections.values, strict=True)
     for recipe, streams, corrections_of_phase in phases:

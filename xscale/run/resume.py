@@ -116,8 +116,9 @@ def find_resume_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Check
 
 
 def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
-    """Withdraw the checkpoints in `out` of steps after `checkpoint`, from which --resume DIR continues the run. Without
-    this, a later start would continue from them, and not from the steps that are done again. Rank 0 only."""
+    """Make the checkpoints in `out` of steps after `checkpoint` partial, and let `latest` name `checkpoint`, from which
+    --resume DIR continues the run; the next save removes the partial ones. Without this, a later start would continue
+    from them, and not from the steps that are done again. Rank 0 only."""
     directory = out / "checkpoints"
     for path in reversed(checkpoints.list_checkpoints(directory)):
         if checkpoints.step_from_name(path) <= checkpoint.step:

@@ -41,8 +41,8 @@ def default_max_tokens(
     module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
 ) -> int:
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
-    per_token = activation_bytes(module.encoder, WIDTH[precision], "cuda", typical_row_cost(1))
-    only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
+    per_token = activation_bytes(module.encoder, WIDTH[precision], "cuda", typical_row_cost_without_attention(1))
+    only_head = typical_row_cost_without_attention(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = sum(peak_bytes_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
     is_padded = choose_forward_pass(module.encoder.lm.config) not in (bert_states, modernbert_states)
@@ -52,7 +52,7 @@ def default_max_tokens(
     return max(min(fitting, most) // ROUNDED * ROUNDED, LEAST_TOKENS)
 
 
-def typical_row_cost(tokens: int) -> dict[str, float]:
+def typical_row_cost_without_attention(tokens: int) -> dict[str, float]:
     """Return the Row.cost of a row of which losses read and predict the share READ_SHARE, without attention's part."""
     read = READ_SHARE * tokens
     return {"tokens": tokens, "places": read, "predictions": read, "squares": 0}
