@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from xscale.data.corpus import Corpus
-from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries
+from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries, split_pair_name
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, sampling_probabilities, source_sizes
 from xscale.data.scripts import find_spellings
@@ -69,17 +70,18 @@ def unread_entries_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
 def unclear_file_name_warnings(corpus: Corpus) -> list[str]:
     """Return a warning for each dictionary near the shards whose file name can mean several languages of the shards,
     such as en-zh.txt for zh-Hans and zh-Hant. The run does not read these dictionaries."""
+    folders = set[Path]()
+    for source in corpus.sources:
+        folders.update(source.directory.resolve().parents[:2])
     lines = list[str]()
-    folders = {folder for source in corpus.sources for folder in source.directory.resolve().parents[:2]}
     for folder in sorted(folders):
         for path in sorted((folder / "lexicon").glob("*.txt")):
-            with suppress(UserError):  # the name is not that of a pair
-                pair = languages_in_file_name(path, ())
+            pair = split_pair_name(path.name.partition(".")[0], corpus.languages)
+            if pair and all(find_spellings(language, corpus.languages) for language in pair):
                 try:
                     languages_in_file_name(path, corpus.languages)
                 except UserError as error:
-                    if all(find_spellings(language, corpus.languages) for language in pair):
-                        lines.append(f"warning: the run does not read a dictionary. {error}")
+                    lines.append(f"warning: the run does not read a dictionary. {error}")
     return lines
 
 
