@@ -6,16 +6,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from data_tools import write_shards
 from tests import launch
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
-from xscale.dry_run import dry_run
+from xscale.dry_run import MEASURED_TOKENS, dry_run, measure_flops_per_second
 from xscale.errors import LOG
 from xscale.ranks import Process
 from xscale.run.describe import language_share_lines, unlisted_shards_warnings
+from xscale.run.resolve import build_initial_module
+from xscale.step.cost import StepFlops
 
 ALONE = Process(0, 1, 0, 1)
 
@@ -93,9 +97,25 @@ def test_a_plan_for_another_machine(
     assert f"ranks: 64 on {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert " epochs)" in told and "a step has about" in told and "size of a checkpoint: at most" in told
     assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
+    assert ("duration of a step: about" in told) == (device != "cuda")  # this machine's CPU says nothing about GPUs
     assert (
         "the run sets train.max_tokens to 65,536, so that a step uses at most 60% of the 80.0 GiB of GPU memory" in told
     ) == (device == "cuda")
+
+
+def test_the_speed_of_a_cpu_is_measured_on_a_part_of_a_row(demo: Path) -> None:
+    """A pass over a whole row can take minutes. The part has whole sequences: the same states as in the row."""
+    loader = loader_of(demo, "tlm", "model.dropout=0.0")
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.last_streams), 1)
+    tokens = batch.rows[0].tokens
+    module = build_initial_module(loader.recipe, loader.corpus)
+    whole = module.encoder(batch.rows[0].to(torch.device("cpu")).tokens)
+    passes = list[Tensor]()
+    module.encoder.register_forward_hook(lambda _, tokens, states: passes.append(states))
+    assert measure_flops_per_second(module.encoder, StepFlops(module.encoder), tokens) > 0
+    for states in passes:
+        assert MEASURED_TOKENS <= len(states) < MEASURED_TOKENS + loader.recipe.data.max_length < len(whole)
+        torch.testing.assert_close(states, whole[: len(states)])
 
 
 def test_tars_that_no_index_lists_are_told(demo: Path, tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import torch
 import yaml
 
 from xscale.data.corpus import Corpus
-from xscale.data.loader import Loader, batch_or_raise_failure, worker_count
+from xscale.data.loader import Loader, StepBatch, batch_or_raise_failure, worker_count
 from xscale.data.mixture import initial_state
+from xscale.data.packed_row import Tokens
 from xscale.errors import redact
 from xscale.eval.alignment_score import gather_probe_words_on_rank_0
+from xscale.models.encoder import Encoder
 from xscale.ranks import CpuGroup, Process
 from xscale.run import run_status
 from xscale.run.describe import (
@@ -30,6 +34,11 @@ from xscale.step.module import StepModule
 
 PLANNED_MEMORY = 80 << 30
 """The bytes of memory of the GPUs for which a dry run with --ranks plans on a machine without a GPU."""
+
+MEASURED_TOKENS = 1024
+"""The number of tokens with which the speed of a CPU is measured."""
+UPDATE_SECONDS = 1e-8
+"""The seconds in which a CPU updates one weight and computes the norm of the gradient."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -121,5 +130,38 @@ def measure_loading_and_estimate_memory(
     )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank with ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB ({purposes})"
+    if device == "cpu":
+        yield cpu_seconds_line(module, first)
     size = 16 * cost.parameter_count(module) + module.auxiliary_bytes()
     yield f"size of a checkpoint: at most {size / 1e9:,.2f} GB"
+
+
+def cpu_seconds_line(module: StepModule, batch: StepBatch) -> str:
+    """Return a line with the estimated duration of a step on this machine's CPU. batch: one rank's part of the step."""
+    flops = cost.StepFlops(module.encoder, bool(module.streams_with_vectors()))
+    flops_of_step = sum(flops.flops_by_purpose(batch.cost(), len(batch.rows)).values())
+    seconds = flops_of_step / measure_flops_per_second(module.encoder, flops, batch.rows[0].tokens)
+    seconds += UPDATE_SECONDS * cost.parameter_count(module)
+    return f"duration of a step: about {seconds:,.1f} s on this CPU with {torch.get_num_threads()} thread(s)"
+
+
+def measure_flops_per_second(encoder: Encoder, flops: cost.StepFlops, tokens: Tokens) -> float:
+    """Return the FLOP/s of this CPU in a forward and backward pass of the encoder. The pass reads the first sequences
+    of a packed row, which have about MEASURED_TOKENS tokens together. tokens: those of the row, as numpy arrays."""
+    sequences = int(np.searchsorted(tokens.starts, MEASURED_TOKENS).clip(1, len(tokens.lengths)))
+    count = int(tokens.starts[sequences])
+    lengths = tokens.lengths[:sequences]
+    measured = Tokens(
+        input_ids=torch.from_numpy(tokens.input_ids[:count]),
+        positions=torch.from_numpy(tokens.positions[:count]),
+        types=None if tokens.types is None else torch.from_numpy(tokens.types[:count]),
+        starts=torch.from_numpy(tokens.starts[: sequences + 1]),
+        lengths=torch.from_numpy(lengths),
+        longest=tokens.longest,
+    )
+    times = list[float]()
+    for _ in range(2):  # the first pass also allocates memory
+        begin = time.perf_counter()
+        encoder(measured).sum().backward()
+        times.append(time.perf_counter() - begin)
+    return flops.encoder_and_attention_flops(count, count, int((lengths**2).sum())) / min(times)

@@ -209,8 +209,9 @@ class StepFlops:
     def flops_by_purpose(self, cost: Mapping[str, int], row_count: int) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. row_count: the
         number of packed rows on all ranks."""
-        auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
-        auxiliary += self.attention_flops(cost["auxiliary_tokens"], cost["auxiliary_squares"])
+        auxiliary = self.encoder_and_attention_flops(
+            cost["auxiliary_tokens"], cost["auxiliary_places"], cost["auxiliary_squares"]
+        )
         encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
         attention = self.attention_flops(cost["tokens"], cost["squares"])
         return {
@@ -220,6 +221,12 @@ class StepFlops:
             "auxiliary": auxiliary / 3,
             "vectors": (encoder + attention) / 3 if self.has_vectors and row_count > 1 else 0.0,
         }
+
+    def encoder_and_attention_flops(self, tokens: int, places: int, squared_lengths: int) -> float:
+        """Return the FLOPs of the encoder's forward and backward pass. places: the tokens whose states losses read.
+        squared_lengths: the sum of squared sequence lengths."""
+        linear = float(self.per_token * tokens + self.per_place * places)
+        return linear + self.attention_flops(tokens, squared_lengths)
 
     def attention_flops(self, tokens: int, squared_lengths: int) -> float:
         """Return the FLOPs of attention. For layers with a sliding window, every sequence is assumed to have the
