@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.link_projection import project_links
+from xscale.data.link_projection import project_links_and_count_dropped
 from xscale.data.shards import (
     BLOCK,
     ENTRIES,
@@ -96,7 +96,9 @@ def scan_tar(
                     f"{'-'.join(langs)}. Use one folder per language or language pair, or correct --langs"
                 )
             if segmentations and record.links is not None and len(langs) == 2:
-                project_links(record.links, record.texts, links_number_words=segmentations[layout]["name"] == "unicode")
+                project_links_and_count_dropped(
+                    record.links, record.texts, links_number_xscale_words=segmentations[layout]["name"] == "unicode"
+                )
             entries += make_idx_entries(stored, continues_document=record.doc is not None and record.doc == doc)
             doc = record.doc
             linked += record.links is not None

@@ -37,7 +37,7 @@ from xscale.data.lexicon import (
     read_entries,
     warn_if_columns_are_swapped,
 )
-from xscale.data.link_projection import FEWEST_TO_JUDGE, FIRST_WORD, project_links
+from xscale.data.link_projection import FEWEST_TO_JUDGE, FIRST_WORD, project_links_and_count_dropped
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.record import Record, parse_json
@@ -221,7 +221,7 @@ def renumber_links_to_clean_texts(unit: Unit, source: SourceSpec) -> tuple[str, 
     those between a word and a symbol. Raises UserError."""
     assert unit.links is not None and unit.linked
     try:
-        return project_links(unit.links, tuple(unit.texts), tuple(unit.linked))
+        return project_links_and_count_dropped(unit.links, tuple(unit.texts), tuple(unit.linked))
     except ValueError as error:
         form = (
             f"{error}. A link `i-j` joins word i of the first text and word j of the second, counted from 0; spaces "
@@ -354,7 +354,9 @@ def write_links_of_direction(folder: Path, direction_number: int) -> None:
             units = list[Unit]()
             for unit, state in read_units_and_states(folder, chunk):
                 if is_used_and_unlinked(unit, state):
-                    links, _ = project_links(next(lines), tuple(unit.texts), links_number_words=True)
+                    links, _ = project_links_and_count_dropped(
+                        next(lines), tuple(unit.texts), links_number_xscale_words=True
+                    )
                     unit = unit._replace(links=links)
                 units.append(unit)
             write_lines(folder / f"clean/{chunk.number}.jsonl", map(unit_to_line, units))

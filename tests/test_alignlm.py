@@ -160,7 +160,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     pairs = [("Peter \ufffd will \ufffd", "shaka vopina", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0].word_of_token) == 2 and len(sample[0].words[0].is_word) == 4
-    links_K2, _ = word_links.links_and_is_word_flags(sample)
+    links_K2, _ = word_links.links_and_is_word_of_each_end(sample)
     text_numbers = [[0, 1]]
     sequences = alignlm.join_segments(tokenizer, word_links.segments_of_texts(sample, text_numbers), {"en": 0, "xx": 1})
     tokens = word_links.word_tokens(sample, text_numbers, sequences, "first")

@@ -17,9 +17,9 @@ from xscale.data.mixture import (
     Mixture,
     Plan,
     PlanTable,
-    draw_sources_systematically,
-    group_by_sorted_position,
-    plain_group_by_sorted_position,
+    draw_source_per_sample_systematically,
+    group_of_each_value_in_sorted_order,
+    plain_group_of_each_value_in_sorted_order,
     sampling_probabilities,
 )
 from xscale.data.stream import Stream
@@ -313,6 +313,9 @@ def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypa
         source = np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), len(weights) - 1)
         expected = np.empty(samples, dtype=np.int64)
         expected[np.argsort(drawn[:-1], kind="stable")] = source
-        assert (draw_sources_systematically(weights, samples, np.uint64(number)) == expected).all()
+        assert (draw_source_per_sample_systematically(weights, samples, np.uint64(number)) == expected).all()
         ends = np.searchsorted(source, np.arange(len(weights)), side="right")
-        assert (plain_group_by_sorted_position(drawn[:-1], ends) == group_by_sorted_position(drawn[:-1], ends)).all()
+        assert (
+            plain_group_of_each_value_in_sorted_order(drawn[:-1], ends)
+            == group_of_each_value_in_sorted_order(drawn[:-1], ends)
+        ).all()

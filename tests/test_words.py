@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import character_indices_of_words, project_links
+from xscale.data.link_projection import character_indices_of_words, project_links_and_count_dropped
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import segment_into_words_and_symbols, split_words_and_symbols
 
@@ -186,23 +186,23 @@ def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) ->
 def test_links_of_the_aligners_text_are_carried_over() -> None:
     texts = ("The man's dog.", "Le chien de l'homme.")
     moses = ("the man &apos;s dog .", "le chien de l&apos; homme .")
-    links, dropped = project_links("0-0 1-4 2-2 3-1 4-5", texts, moses)
+    links, dropped = project_links_and_count_dropped("0-0 1-4 2-2 3-1 4-5", texts, moses)
     # The man ' s dog .    Le chien de l ' homme .
     assert links == "0-0 1-5 3-2 4-1 5-6" and dropped == 0
-    links, dropped = project_links("4-1 4-5", texts, moses)  # a full stop with a word
+    links, dropped = project_links_and_count_dropped("4-1 4-5", texts, moses)  # a full stop with a word
     assert links == "5-6" and dropped == 1
-    assert project_links("", texts, moses) == ("", 0)
+    assert project_links_and_count_dropped("", texts, moses) == ("", 0)
     assert character_indices_of_words("naive x", "nai@@ ve x") == [
         [0, 1, 2],
         [3, 4],
         [6],
     ]  # what is not in the text has no place
     with pytest.raises(ValueError, match=r"less than half of the characters of the tokenised text"):
-        project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
+        project_links_and_count_dropped("0-0", texts, ("something else entirely", "tout autre chose ici"))
     with pytest.raises(ValueError, match=r"link '9-0' is wrong. .* with i below 5 and j below 6"):
-        project_links("9-0", texts, moses)
+        project_links_and_count_dropped("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
-        project_links("0:0", texts)
+        project_links_and_count_dropped("0:0", texts)
 
 
 @settings(max_examples=200, deadline=None)
@@ -213,7 +213,7 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
         return
     sizes = [len(text.split()) for text in texts]
     drawn = data.draw(st.lists(st.tuples(*(st.integers(0, n - 1) for n in sizes)), max_size=5))
-    links, dropped = project_links(" ".join(f"{i}-{j}" for i, j in drawn), tuple(texts))
+    links, dropped = project_links_and_count_dropped(" ".join(f"{i}-{j}" for i, j in drawn), tuple(texts))
     inside = []
     for text in texts:
         ends = [match.span() for match in regex.finditer(r"\S+", text)]

@@ -100,11 +100,11 @@ def measure_correction(stream: Stream, recipe: Recipe, dataset: StepDataset, fit
     )
 
 
-def choose_groups_to_tokenise(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
+def choose_groups_to_tokenise(estimated_tokens_of_samples: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Return the indices of the samples to tokenise, in groups with similar estimates. A sample over max_length forms a
     group by itself."""
-    shortest_first = np.argsort(estimated_tokens, kind="stable")
-    count_within = int((estimated_tokens <= max_length).sum())
+    shortest_first = np.argsort(estimated_tokens_of_samples, kind="stable")
+    count_within = int((estimated_tokens_of_samples <= max_length).sum())
     within = shortest_first[:count_within]
     beyond = shortest_first[count_within:]
     groups = list[np.ndarray]()

@@ -101,7 +101,7 @@ def open_corpus(
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
     sources = keep_first_records_per_language(all_sources, recipe.data.first)
-    check_file_sizes(sources, cpu_group)
+    check_file_sizes_against_index(sources, cpu_group)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
     check_tokenizer_of_init(recipe, init, tokenizer)
@@ -133,7 +133,7 @@ def open_corpus(
 # Files
 
 
-def check_file_sizes(sources: list[Source], cpu_group: CpuGroup) -> None:
+def check_file_sizes_against_index(sources: list[Source], cpu_group: CpuGroup) -> None:
     """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
     # Two lists instead of a list of pairs: the garbage collector would visit each of up to 10^5 pairs.
     owners = list[Source]()
@@ -172,7 +172,7 @@ def build_streams(
             raise UserError(f"streams.{name}.{problem}")
         stream_lexicons: tuple[Lexicon, ...] = ()
         if objective.needs == "lexicon":
-            stream_lexicons = select_lexicons_to_train_on(name, recipe, lexicons)
+            stream_lexicons = select_stream_lexicons_without_withheld(name, recipe, lexicons)
         streams.append(
             Stream(
                 name,
@@ -268,7 +268,9 @@ def load_lexicons(
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
-def select_lexicons_to_train_on(stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> tuple[Lexicon, ...]:
+def select_stream_lexicons_without_withheld(
+    stream: str, recipe: Recipe, lexicons: tuple[Lexicon, ...]
+) -> tuple[Lexicon, ...]:
     """Return the dictionaries that a stream reads, without withheld entries: those of which it lists both languages. A
     stream of a single language reads all dictionaries of that language. recipe: that of the stream's phase. Raises
     UserError if the dictionaries have no entry."""

@@ -117,7 +117,7 @@ class Synonym(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def token_for_token_translations(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
+def translations_with_as_many_tokens(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language in all its dictionaries, sorted by token ids. A
     translation is returned only if it has as many tokens as the word, and every token differs."""
     synonyms_of: dict[Word, set[Synonym]] = {}
@@ -161,7 +161,10 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     for entry, source, target in zip(file_entries, sources, targets, strict=True):
         if source and target and unknown not in (*source, *target):
             words.append(
-                (_text_of_word_or_ids(entry[0], source, tokenizer), _text_of_word_or_ids(entry[1], target, tokenizer))
+                (
+                    _decode_if_written_as_ids(entry[0], source, tokenizer),
+                    _decode_if_written_as_ids(entry[1], target, tokenizer),
+                )
             )
             source_ids.append(source)
             target_ids.append(target)
@@ -175,7 +178,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, len(file_entries) - len(words))
 
 
-def _text_of_word_or_ids(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
+def _decode_if_written_as_ids(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the word, or the text of the tokens if the dictionary has token ids in its place. So both forms have the
     same hash, and are withheld together."""
     if not _IDS.fullmatch(word):
@@ -284,11 +287,13 @@ def distinct_token_ids_in_sample(
     return np.flatnonzero(occurs & ~tokenizer.is_special)
 
 
-def warn_if_columns_are_swapped(lexicons: list[Lexicon], pairs_P2: np.ndarray, tokens: np.ndarray) -> None:
+def warn_if_columns_are_swapped(
+    lexicons: list[Lexicon], pairs_P2: np.ndarray, tokens_of_second_language: np.ndarray
+) -> None:
     """Warn if the text of the second language has more words of the first column than of the second. lexicons: those of
-    one name. pairs_P2: their one-token entries. tokens: the ids of the tokens of the second language's text."""
+    one name. pairs_P2: their one-token entries. tokens_of_second_language: the ids of the tokens of its text."""
     first, second = lexicons[0].langs
-    first_count, second_count = np.isin(pairs_P2, tokens).sum(axis=0)
+    first_count, second_count = np.isin(pairs_P2, tokens_of_second_language).sum(axis=0)
     if first_count > second_count:
         paths = ", ".join(str(lexicon.path) for lexicon in lexicons)
         LOG.warning(

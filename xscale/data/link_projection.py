@@ -25,7 +25,7 @@ Link = tuple[int, int]
 """The number of a word in the first text, and of a word in the second text, from 0."""
 
 
-def split_at_spaces(text: str) -> list[str]:
+def split_at_spaces_and_tabs(text: str) -> list[str]:
     """Return the parts of a text between spaces and tabs, which are the words that an aligner's links number.
 
     fast_align and Moses split a text only there. A no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
@@ -56,14 +56,17 @@ def format_pharaoh(links: list[Link]) -> str:
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
-def project_links(
-    links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, links_number_words: bool = False
+def project_links_and_count_dropped(
+    links: str,
+    texts: tuple[str, ...],
+    tokenised: tuple[str, ...] | None = None,
+    links_number_xscale_words: bool = False,
 ) -> tuple[str, int]:
     """Return links between words of data/words.py, and the number of links that were dropped, such as those between a
     word and a symbol. links: the links to convert, in Pharaoh form.
 
-    tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves.
-    links_number_words: True if `links` numbers words of data/words.py already. Raises ValueError.
+    tokenised: the texts whose words, divided by split_at_spaces_and_tabs, `links` numbers; None: the texts themselves.
+    links_number_xscale_words: True if `links` numbers words of data/words.py already. Raises ValueError.
     """
     segmented = segment_into_words_and_symbols(list(texts))
     is_word = list[np.ndarray]()
@@ -72,7 +75,7 @@ def project_links(
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
-        if links_number_words:
+        if links_number_xscale_words:
             words.append([[number] for number in range(len(is_word[side]))])
         else:
             word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
@@ -104,11 +107,11 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
         return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]
     text_characters = [_folded(text[place]) for place in visible]
-    tokens = split_at_spaces(tokenised)
-    token_characters = _folded_characters_of_all(tokens)
+    tokens = split_at_spaces_and_tabs(tokenised)
+    token_characters = _flat_folded_characters(tokens)
     if text_characters != token_characters:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
-        token_characters = _folded_characters_of_all(tokens)
+        token_characters = _flat_folded_characters(tokens)
     place_of = dict(enumerate(visible))
     """Number of a character of `tokens`, without white space -> its index in `text`."""
     if text_characters != token_characters:
@@ -134,7 +137,7 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
     return places_of_tokens
 
 
-def _folded_characters_of_all(tokens: list[str]) -> list[str]:
+def _flat_folded_characters(tokens: list[str]) -> list[str]:
     """Return the folded form of each character of all tokens, except white space."""
     return [_folded(character) for character in "".join(tokens) if not character.isspace()]
 

@@ -20,7 +20,7 @@ from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
 
-def links_and_is_word_flags(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
+def links_and_is_word_of_each_end(pairs: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     """Return the two words of each link, one of a pair's first text and one of its second text [K, 2], and for each of
     the two False if it is a symbol, such as a punctuation mark, otherwise True [K, 2]. No link occurs twice.
 
@@ -59,21 +59,24 @@ def parse_pair_links(pair: Example, word_counts: tuple[int, int]) -> list[Link]:
         ) from None
 
 
-def segments_of_texts(pairs: list[Example], text_numbers: list[list[int]]) -> list[list[Segment]]:
-    """Return the segments of each sequence, for join_segments. text_numbers: those of each sequence's texts."""
+def segments_of_texts(pairs: list[Example], text_numbers_of_sequences: list[list[int]]) -> list[list[Segment]]:
+    """Return the segments of each sequence, for join_segments. text_numbers_of_sequences: those of its texts."""
     sequences = []
-    for texts in text_numbers:
+    for texts in text_numbers_of_sequences:
         sequences.append([(pairs[text // 2], text % 2) for text in texts])
     return sequences
 
 
 def word_tokens(
-    pairs: list[Example], text_numbers: list[list[int]], sequences: Sequences, keep: Literal["all", "first", "last"]
+    pairs: list[Example],
+    text_numbers_of_sequences: list[list[int]],
+    sequences: Sequences,
+    keep: Literal["all", "first", "last"],
 ) -> Ragged:
-    """Return the tokens of each word. A word that was cut off has none. sequences: made from segments_of_texts(pairs,
-    text_numbers), where each text of the pairs occurs once. keep: return all tokens of a word, only the first or only
-    the last one."""
-    texts = list(chain.from_iterable(text_numbers))
+    """Return the tokens of each word. A word that was cut off has none. sequences: made from the result of
+    segments_of_texts, where each text of the pairs occurs once. keep: return all tokens of a word, only the first or
+    only the last one."""
+    texts = list(chain.from_iterable(text_numbers_of_sequences))
     words_of_texts = [NO_NUMBERS]
     tokens_of_texts = [NO_NUMBERS]
     counts = np.zeros(len(texts), dtype=np.int64)
@@ -103,7 +106,7 @@ def word_tokens(
 
 def token_links(word_links: np.ndarray, tokens_of_words: Ragged) -> np.ndarray:
     """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
-    word_links: see links_and_is_word_flags."""
+    word_links: see links_and_is_word_of_each_end."""
     first = tokens_of_words.select_lists(word_links[:, 0])
     second = tokens_of_words.select_lists(np.repeat(word_links[:, 1], first.lengths))
     # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.

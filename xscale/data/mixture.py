@@ -226,7 +226,7 @@ class Mixture:
         """Return, for each of the stream's sources, the numbers of the samples that it gives to the next step."""
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         key = rng.key(self.seed, stream.name, "source", self.state["step"])
-        chosen = read[draw_sources_systematically(weights[read], stream.samples, key)]
+        chosen = read[draw_source_per_sample_systematically(weights[read], stream.samples, key)]
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
@@ -354,7 +354,7 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
-def draw_sources_systematically(probabilities: np.ndarray, sample_count: int, key: np.uint64) -> np.ndarray:
+def draw_source_per_sample_systematically(probabilities: np.ndarray, sample_count: int, key: np.uint64) -> np.ndarray:
     """Return the number of the source of each sample. Source i is chosen probabilities[i] * sample_count times, rounded
     up or down.
 
@@ -364,37 +364,39 @@ def draw_sources_systematically(probabilities: np.ndarray, sample_count: int, ke
     drawn = rng.uniform(key, np.arange(sample_count + 1, dtype=np.uint64))
     points = (np.arange(sample_count) + drawn[-1]) / sample_count
     ends = np.append(np.searchsorted(points, np.cumsum(probabilities)[:-1]), sample_count)
-    return group_by_sorted_position(drawn[:-1], ends)
+    return group_of_each_value_in_sorted_order(drawn[:-1], ends)
 
 
-def plain_group_by_sorted_position(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
-    """Rank the numbers in ascending order, from 0. Return 0 for ranks below group_ends[0], 1 for the other ranks below
-    group_ends[1], and so on. group_ends: in ascending order; group_ends[-1] is len(numbers)."""
-    rank = np.empty(len(numbers), dtype=np.int64)
-    rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
-    return np.searchsorted(group_ends, rank, side="right")
+def plain_group_of_each_value_in_sorted_order(values: np.ndarray, group_end_positions: np.ndarray) -> np.ndarray:
+    """Rank the values in ascending order, from 0. Return 0 for ranks below group_end_positions[0], 1 for the other
+    ranks below group_end_positions[1], and so on. group_end_positions: in ascending order; the last is len(values)."""
+    rank = np.empty(len(values), dtype=np.int64)
+    rank[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return np.searchsorted(group_end_positions, rank, side="right")
 
 
-def group_by_sorted_position(numbers: np.ndarray, group_ends: np.ndarray) -> np.ndarray:
-    """Return the same as plain_group_by_sorted_position, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
+def group_of_each_value_in_sorted_order(values: np.ndarray, group_end_positions: np.ndarray) -> np.ndarray:
+    """Return the same as plain_group_of_each_value_in_sorted_order, in a tenth of its time for 65,536 values. values:
+    in [0, 1).
 
-    The leading bits of nearly every number decide its place. Only the other numbers are sorted.
+    The leading bits of nearly every value decide its place. Only the other values are sorted.
     """
-    bits = (numbers * BUCKETS).astype(np.uint16)
+    bits = (values * BUCKETS).astype(np.uint16)
     borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))
-    choice_of_lowest = np.searchsorted(group_ends, borders[:-1], side="right")
-    choice_of_highest = np.searchsorted(group_ends, borders[1:] - 1, side="right")
-    chosen = choice_of_lowest.astype(np.min_scalar_type(len(group_ends)))[bits]
+    choice_of_lowest = np.searchsorted(group_end_positions, borders[:-1], side="right")
+    choice_of_highest = np.searchsorted(group_end_positions, borders[1:] - 1, side="right")
+    chosen = choice_of_lowest.astype(np.min_scalar_type(len(group_end_positions)))[bits]
     unclear = np.flatnonzero((choice_of_lowest < choice_of_highest)[bits])
-    unclear = unclear[np.argsort(numbers[unclear], kind="stable")]
+    unclear = unclear[np.argsort(values[unclear], kind="stable")]
     unclear_bits = bits[unclear]
     place_in_bucket = np.arange(len(unclear)) - np.searchsorted(unclear_bits, unclear_bits)
-    chosen[unclear] = np.searchsorted(group_ends, borders[unclear_bits] + place_in_bucket, side="right")
+    chosen[unclear] = np.searchsorted(group_end_positions, borders[unclear_bits] + place_in_bucket, side="right")
     return chosen
 
 
 BUCKETS = 1 << 12
-"""The number of entries of the table in which `group_by_sorted_position` looks up the leading bits of a number."""
+"""The number of entries of the table in which `group_of_each_value_in_sorted_order` looks up the leading bits of a
+value."""
 
 
 def describe_sources_read(

@@ -31,7 +31,7 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from xscale.data import words
-from xscale.data.link_projection import project_links
+from xscale.data.link_projection import project_links_and_count_dropped
 from xscale.data.ragged import evenly_spaced_indices
 from xscale.data.remote import Remote, cache_folder, fetch_remote_index
 from xscale.data.text import stripped_piece_of_text
@@ -157,7 +157,7 @@ class Source:
         if self.segmentation != SEGMENTATIONS["whitespace"]:
             return record
         try:
-            return record._replace(links=project_links(record.links, record.texts)[0])
+            return record._replace(links=project_links_and_count_dropped(record.links, record.texts)[0])
         except ValueError as error:
             raise UserError(
                 f"{self.directory}: record {record.key!r}: {error}. A link `i-j` joins word i of the first text "

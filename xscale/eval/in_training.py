@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, check_file_sizes, select_sources_with_word_links
+from xscale.data.corpus import Corpus, check_file_sizes_against_index, select_sources_with_word_links
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
@@ -74,7 +74,7 @@ def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, cpu_group: CpuG
             )
         try:
             sources = find_task_sources(task, recipe, corpus)
-            check_file_sizes(sources, cpu_group)
+            check_file_sizes_against_index(sources, cpu_group)
             rows = [ALL, *(source.sorted_langs_name for source in sources)]
             if task.kind == "heldout":
                 rows = [stream.name for stream in find_streams_for_heldout_text(recipe, corpus, sources)]

@@ -88,7 +88,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
         sequences, context, mask_prob=options.mask_prob, types=context.token_type_field(False), term="mono"
     )
     masked = stream_batch.states["masked"].columns
-    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
+    links_K2, is_word_K2 = links.links_and_is_word_of_each_end(pairs)
     of_one_kind = is_word_K2[:, 0] == is_word_K2[:, 1]
     tokens_of_words = links.word_tokens(pairs, text_numbers, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)

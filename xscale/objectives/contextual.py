@@ -88,7 +88,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         others.append([2 * p + 1 - side])
     text_numbers = anchors + others
     sequences = join_segments(context.tokenizer, links.segments_of_texts(pairs, text_numbers), context.language_ids)
-    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
+    links_K2, is_word_K2 = links.links_and_is_word_of_each_end(pairs)
     last = links.word_tokens(pairs, text_numbers, sequences, "last")
     usable = are_one_to_one(links_K2) & is_word_K2.all(axis=1)
     first, second = links.token_links(links_K2[usable], last).T

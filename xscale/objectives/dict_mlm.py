@@ -29,7 +29,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from xscale import rng
-from xscale.data.lexicon import token_for_token_translations
+from xscale.data.lexicon import translations_with_as_many_tokens
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
@@ -97,7 +97,7 @@ def draw_translations(
 ) -> Translations:
     """Return the translations that the target tokens use. targets: their indices [M]."""
     tables = {
-        number: token_for_token_translations(context.lexicons, language)
+        number: translations_with_as_many_tokens(context.lexicons, language)
         for language, number in context.language_ids.items()
     }
     if not any(tables.values()):

@@ -44,7 +44,7 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     text_numbers = [[2 * p] for p in range(len(pairs))]
     text_numbers += [[2 * p + 1] for p in range(len(pairs))]
     sequences = join_segments(context.tokenizer, links.segments_of_texts(pairs, text_numbers), context.language_ids)
-    links_K2, is_word_K2 = links.links_and_is_word_flags(pairs)
+    links_K2, is_word_K2 = links.links_and_is_word_of_each_end(pairs)
     word_tokens = links.word_tokens(pairs, text_numbers, sequences, "all")
     has_tokens_K2 = word_tokens.lengths[links_K2] > 0
     usable = are_one_to_one(links_K2) & (is_word_K2 & has_tokens_K2).all(axis=1)
