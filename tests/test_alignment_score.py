@@ -20,7 +20,7 @@ from xscale.eval.alignment_score import (
     collect_probe_words,
     distinct_token_ids_in_sample,
     gather_probe_words_on_rank_0,
-    single_token_ids_trained_on,
+    one_token_word_ids_trained_on,
 )
 from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
@@ -155,8 +155,8 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
     assert asked(lexicon, other) == []
-    assert single_token_ids_trained_on(lexicon, 0.3).tolist() == [1, 3]
-    assert single_token_ids_trained_on(other, 0.3).tolist() == [4, 8]
+    assert one_token_word_ids_trained_on(lexicon, 0.3).tolist() == [1, 3]
+    assert one_token_word_ids_trained_on(other, 0.3).tolist() == [4, 8]
 
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:

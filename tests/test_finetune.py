@@ -658,7 +658,7 @@ def test_what_is_not_finite_has_no_score(maker: SequenceMaker) -> None:
             return type("Output", (), {"predictions": np.full((1, 3, 17), np.nan)})
 
     with pytest.raises(NotFinite, match="--lr"):
-        training.predict_logits(Failing(), [])  # type: ignore[arg-type]
+        training.predict_finite_logits(Failing(), [])  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import SentenceVectors, choose_sentence_vectors, read_modules_json, read_pooling
+from xscale.eval.sentence_files import PoolingChoice, choose_pooling, read_modules_json, read_pooling
 from xscale.models.build import build_encoder, max_sequence_tokens, read_xscale_field
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
@@ -449,7 +449,7 @@ def test_an_export_loads_with_transformers_4(ended: tuple[StepModule, Path, Path
     lm = make("modernbert", torch.float32).lm
     for rope in lm.config.rope_parameters.values():
         rope["rope_theta"] = 80_000.0
-    export.write_exported_model(tmp_path / "hf", lm, demo / "tokenizer", SentenceVectors("mean", "asked for"))
+    export.write_exported_model(tmp_path / "hf", lm, demo / "tokenizer", PoolingChoice("mean", "asked for"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["global_rope_theta"] == config["local_rope_theta"] == 80_000.0
     again = AutoConfig.from_pretrained(tmp_path / "hf")
@@ -582,9 +582,9 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
         (tlm_stream, str(ended[1]), (), "mean", "with which streams.ppa was trained"),
     ]
     for streams, start, asked, pooling, reason in table:
-        vectors = choose_sentence_vectors({"model": {"init": start}, "streams": streams}, *asked)
-        assert vectors.pooling == pooling and re.search(reason, vectors.reason), (vectors, reason)
-        assert bool(vectors.folder) == ("modules and prompts" in reason)
+        choice = choose_pooling({"model": {"init": start}, "streams": streams}, *asked)
+        assert choice.pooling == pooling and re.search(reason, choice.reason), (choice, reason)
+        assert bool(choice.folder) == ("modules and prompts" in reason)
     (tmp_path / "init" / "1_Pooling" / "config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"init/1_Pooling/config.json is not a JSON object"):
         read_pooling(tmp_path / "init")

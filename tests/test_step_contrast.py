@@ -18,7 +18,7 @@ from tests.test_alignlm import context, examples_of
 from tests.test_reference import make_case, make_module, resolve_run
 from xscale.data.packed_row import Row
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval.sentence_files import choose_sentence_vectors
+from xscale.eval.sentence_files import choose_pooling
 from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import (
     from_byte_columns,
@@ -95,7 +95,7 @@ def test_the_rules_of_training_are_kept(demo: Path, recipe: str) -> None:
 def test_an_export_has_the_pooling_that_ranking_trains() -> None:
     stream = {"objective": "translation_ranking", "pooling": "cls"}
     recipe = {"model": {"init": None}, "streams": {"a": {"objective": "tlm"}, "b": stream}}
-    assert choose_sentence_vectors(recipe).pooling == "cls"
+    assert choose_pooling(recipe).pooling == "cls"
 
 
 def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, RobertaConfig, XLMRobertaConfig
 
 from xscale.data.tokenizer import Tokenizer, load_transformers_tokenizer
-from xscale.eval.sentence_files import SentenceVectors
+from xscale.eval.sentence_files import PoolingChoice
 from xscale.export import write_exported_model
 
 SENTENCES = [
@@ -123,7 +123,7 @@ def test_ids_are_those_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": class_name} | special))
 
     loaded = Tokenizer(model)
-    write_exported_model(tmp_path / "hf", lm, model, SentenceVectors("mean", "the default"))
+    write_exported_model(tmp_path / "hf", lm, model, PoolingChoice("mean", "the default"))
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     texts = lines()
     pairs = list(itertools.pairwise(texts))

@@ -23,8 +23,8 @@ from xscale.data.tokenizer import load_transformers_tokenizer
 from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import (
-    SentenceVectors,
-    choose_sentence_vectors,
+    PoolingChoice,
+    choose_pooling,
     write_json,
     write_sentence_transformers_files,
 )
@@ -80,7 +80,7 @@ def find_and_export_checkpoint(
     source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None
 ) -> Path:
     """Export a checkpoint, or a run's newest checkpoint, and return the path of the checkpoint. best: export the run's
-    best checkpoint. pooling: how sentence vectors are pooled; None: see choose_sentence_vectors. layers: the number of
+    best checkpoint. pooling: how sentence vectors are pooled; None: see choose_pooling. layers: the number of
     first layers to export; None: export the whole model. Raises UserError."""
     path = find_best_checkpoint(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -88,12 +88,12 @@ def find_and_export_checkpoint(
     files.check_writable_and_make_parent(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
-    vectors = choose_sentence_vectors(checkpoint.identity["recipe"], pooling, layers)
-    card = make_model_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
+    choice = choose_pooling(checkpoint.identity["recipe"], pooling, layers)
+    card = make_model_card(checkpoint, lm.config, out.resolve().name, choice, layers)
     if layers is not None:
         lm = copy_first_layers(lm, layers).base_model
-    write_exported_model(out, lm, path / checkpoints.HF, vectors, card)
-    print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
+    write_exported_model(out, lm, path / checkpoints.HF, choice, card)
+    print(f"sentence vectors: {choice.pooling} pooling, {choice.reason}")
     return path
 
 
@@ -132,7 +132,7 @@ def write_exported_model(
     out: Path,
     lm: PreTrainedModel,
     tokenizer_path: str | Path,
-    vectors: SentenceVectors,
+    choice: PoolingChoice,
     card: ModelCard | None = None,
 ) -> None:
     """Write a model, its tokenizer, its card and the files of sentence-transformers."""
@@ -150,7 +150,7 @@ def write_exported_model(
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_old_tokenizer_class(partial / "tokenizer_config.json")
-        write_sentence_transformers_files(partial, vectors, config, longest)
+        write_sentence_transformers_files(partial, choice, config, longest)
         if card:
             card.save(partial / "README.md")
         files.apply_umask(partial)
@@ -164,7 +164,7 @@ def write_old_tokenizer_class(tokenizer_config: Path) -> None:
 
 
 def make_model_card(
-    checkpoint: checkpoints.Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None
+    checkpoint: checkpoints.Checkpoint, config: Any, name: str, choice: PoolingChoice, layers: int | None
 ) -> ModelCard:
     """Return the model card of an exported checkpoint. config: the model's configuration. name: the export's name.
     layers: the number of first layers in the export; None: all."""
@@ -188,7 +188,7 @@ def make_model_card(
         languages=header.language,
         objectives=objectives,
         layers=layers,
-        vectors=vectors,
+        choice=choice,
         oldest=OLDEST.get(config.model_type, "4.0"),
         sources=checkpoint.sources,
         data=checkpoint.identity["data"],

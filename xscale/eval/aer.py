@@ -31,7 +31,7 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import scores_with_intervals
 from xscale.eval.model import ExportedModel, Scores
-from xscale.eval.retrieval import encode_and_pool_at_layers, make_stream_batch, parse_layer_numbers
+from xscale.eval.retrieval import check_layers_and_expand_all, encode_and_pool_at_layers, make_stream_batch
 
 LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 Links = set[tuple[int, int]]
@@ -49,7 +49,7 @@ class LinkedPair:
     """The possible links, which include the sure links."""
 
 
-def mutual_argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
+def mutual_nearest_tokens_mask(x_IH: Tensor, y_JH: Tensor) -> Tensor:
     """Return [I, J]: True where each of the two tokens is the other's nearest by cosine."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
     there = F.one_hot(cosine.argmax(1), cosine.shape[1])
@@ -64,7 +64,7 @@ def evaluate(
     pairs with a truncated sentence. gold_paths: those of read_linked_pairs. limit: the maximum number of pairs. Raises
     UserError."""
     gold = read_linked_pairs(*gold_paths)[:limit]
-    numbers = parse_layer_numbers(layers, model)
+    numbers = check_layers_and_expand_all(layers, model)
     predicted = defaultdict[int, list[Links]](list)
     truncated = 0
     for pair in gold:
@@ -74,7 +74,7 @@ def evaluate(
         for layer, x_IH, y_JH in zip(numbers, x.states_LTH, y.states_LTH, strict=True):
             links: Links = set()
             if x.words and y.words:
-                links = {(x.words[i], y.words[j]) for i, j in mutual_argmax_links(x_IH, y_JH).nonzero().tolist()}
+                links = {(x.words[i], y.words[j]) for i, j in mutual_nearest_tokens_mask(x_IH, y_JH).nonzero().tolist()}
             predicted[layer].append(links)
     results = {}
     for layer in numbers:

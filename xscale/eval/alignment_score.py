@@ -102,7 +102,7 @@ def collect_probe_words(
         warn_if_columns_are_swapped(group, pairs_P2, tokens)
         targets_C = np.union1d(tokens, pairs_P2[:, 1])
         read = np.concatenate(
-            [single_token_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained_lexicons, *group)]
+            [one_token_word_ids_trained_on(lexicon, withheld_share) for lexicon in (*trained_lexicons, *group)]
         )
         is_trained = np.isin(pairs_P2[:, 0], read)
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
@@ -118,7 +118,7 @@ def collect_probe_words(
 
 
 @cache
-def single_token_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
+def one_token_word_ids_trained_on(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of the one-token words of a dictionary that objectives read. They read the entries that are not
     withheld and whose two sides differ."""
     ids: set[int] = set()

@@ -107,7 +107,9 @@ def named_values(tree: ScoreTree[T]) -> Iterator[tuple[ScoreName, T]]:
                 yield ScoreName(task, row, metric), value
 
 
-def map_scores(results: ScoreTree[float], function: Callable[[Score], list[float]]) -> ScoreTree[list[float]]:
+def map_scores_and_drop_other_numbers(
+    results: ScoreTree[float], function: Callable[[Score], list[float]]
+) -> ScoreTree[list[float]]:
     """Return the results with function(score) in place of each Score, and without other numbers."""
     mapped: ScoreTree[list[float]] = {}
     for name, score in named_values(results):
@@ -118,13 +120,15 @@ def map_scores(results: ScoreTree[float], function: Callable[[Score], list[float
 
 def intervals_of_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with [low, high] in place of each Score, and without other numbers."""
-    return map_scores(results, lambda score: list(score.interval))
+    return map_scores_and_drop_other_numbers(results, lambda score: list(score.interval))
 
 
 def resampled_values_of_scores(results: ScoreTree[float]) -> ScoreTree[list[float]]:
     """Return the results with a Score's values in resampled texts [R] in place of each Score, and without other
     numbers. The values are rounded to six digits."""
-    return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
+    return map_scores_and_drop_other_numbers(
+        results, lambda score: [float(f"{value:.6g}") for value in score.resampled]
+    )
 
 
 def format_name_and_score(name: str, value: float) -> str:

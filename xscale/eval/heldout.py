@@ -53,7 +53,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
         warn_of_untrained_head(model.path)
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,
-        language_dropout=float(not any(model.language_ids(source.langs).values())),
+        language_dropout=float(not any(model.language_ids_or_neutral(source.langs).values())),
         reset_positions=model.reset_positions,
     )
     texts = read_texts(source, limit)
@@ -62,7 +62,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, Scor
     for number in range(len(texts)):
         random_key = rng.hash64(_MASKS, np.array([number]))[0]
         samples.append([Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, random_key, number)])
-    sums_S3 = sum_losses_by_pair(model, samples, source.langs, options)
+    sums_S3 = sum_losses_of_fitting_pairs(model, samples, source.langs, options)
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
@@ -91,13 +91,13 @@ def warn_of_untrained_head(path: Path) -> None:
 
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
-def sum_losses_by_pair(
+def sum_losses_of_fitting_pairs(
     model: ExportedModel, samples: list[list[Example]], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
     """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that
     exceed the model's positions are left out. samples: one pair each."""
     context = CollateContext(
-        model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments
+        model.tokenizer, model.max_length, "drop", model.language_ids_or_neutral(langs), segments=model.segments
     )
     samples = [[pair] for pair in context.fit_pairs(samples)]
     sums_S3 = np.zeros((len(samples), 3))

@@ -24,7 +24,7 @@ from xscale.errors import LOG, UserError
 from xscale.eval import retrieval
 from xscale.eval.bootstrap import mean
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import choose_sentence_vectors
+from xscale.eval.sentence_files import choose_pooling
 from xscale.metric_keys import ALL, MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import CpuGroup, Process
@@ -212,7 +212,7 @@ class ModelInTraining(ExportedModel):
         self.tokenizer = corpus.tokenizer
         self.languages = [NEUTRAL, *corpus.languages]
         self.language_embeddings = recipe.any_stream_sets("language_embeddings")
-        self.pooling = choose_sentence_vectors(recipe.identity()).pooling
+        self.pooling = choose_pooling(recipe.identity()).pooling
 
 
 def measure_retrieval(

@@ -75,7 +75,7 @@ class ExportedModel:
         """Return the maximum number of tokens of a sequence, special tokens included."""
         return max_sequence_tokens(self.encoder.lm.config)
 
-    def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
+    def language_ids_or_neutral(self, languages: Sequence[str]) -> dict[str, int]:
         """Return the id of each language. The model may know it by another spelling (`deu_Latn` for `de`). A language
         that the model does not know has the id 0, the neutral embedding."""
         ids = dict.fromkeys(languages, 0)

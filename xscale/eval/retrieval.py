@@ -43,7 +43,7 @@ ALL = "all"
 """--layer all: the embeddings' output and each layer."""
 
 
-def parse_layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
+def check_layers_and_expand_all(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
     """Return the number of each layer; ALL stands for all layers. Raises UserError for layers that the model lacks."""
     last = model.encoder.lm.config.num_hidden_layers
     if ALL in layers:
@@ -72,7 +72,7 @@ def evaluate(
     texts: the pairs of sentences. poolings: None stands for the model's own. layers: numbers from either end, or ALL.
     Raises UserError for layers that the model lacks.
     """
-    numbers = parse_layer_numbers(layers, model)
+    numbers = check_layers_and_expand_all(layers, model)
     measured_poolings = list(dict.fromkeys(poolings or [model.pooling]))
     sides = []
     for side, language in enumerate(langs):
@@ -177,7 +177,7 @@ def make_stream_batch(
     """Return a stream batch of the sequences `[CLS] sentence [SEP]`. For the poolings "mean" and "cls" it has one state
     per sentence, for "tokens" one per token. sentences: token ids."""
     segments = [[(Example((language,), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
-    sequences = join_segments(model.tokenizer, segments, model.language_ids([language]))
+    sequences = join_segments(model.tokenizer, segments, model.language_ids_or_neutral([language]))
     is_last = sequences.indices_in_sequence == sequences.lengths[sequences.sequence_of_token] - 1
     tokens = np.flatnonzero((sequences.indices_in_sequence > 0) & ~is_last)
     states = {

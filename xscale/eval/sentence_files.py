@@ -1,4 +1,4 @@
-"""Chooses the sentence vectors of an export, and writes the files with which sentence-transformers computes them.
+"""Chooses the pooling of an export's sentence vectors, and writes the files by which sentence-transformers makes them.
 
 sentence-transformers reads modules.json (the modules that texts pass through), the modules' folders, such as 1_Pooling,
 and config_sentence_transformers.json (prompts).
@@ -23,8 +23,8 @@ PACKAGE = "sentence_transformers."
 
 
 @dataclass(frozen=True)
-class SentenceVectors:
-    """The sentence vectors of an export."""
+class PoolingChoice:
+    """How an export pools its sentence vectors."""
 
     pooling: str
     """"cls", or "mean" over a sentence's tokens."""
@@ -35,60 +35,57 @@ class SentenceVectors:
     means leave [CLS] and [SEP] out, and its vectors are normalised."""
 
 
-def choose_sentence_vectors(
-    recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None
-) -> SentenceVectors:
-    """Return the vectors of a run's export. Their pooling is the one that the user chooses, or else the one that a
-    stream trained, or else the one of model.init.
+def choose_pooling(recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None) -> PoolingChoice:
+    """Return the pooling of a run's export: the one that the user chooses, or else the one that a stream trained, or
+    else the one of model.init.
 
     recipe: the recipe as a checkpoint has it. pooling: the user's choice, if any. layers: the number of first layers
     that are exported; None: all.
     """
     if pooling:
-        return SentenceVectors(pooling, "chosen by --pooling")
+        return PoolingChoice(pooling, "chosen by --pooling")
     for name, stream in recipe["streams"].items():
         if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
-            return SentenceVectors(stream["pooling"], f"the pooling with which streams.{name} was trained")
+            return PoolingChoice(stream["pooling"], f"the pooling with which streams.{name} was trained")
     init = recipe["model"]["init"]
     if init is None:
-        return SentenceVectors("mean", "the default pooling, because no stream trained sentence vectors")
+        return PoolingChoice("mean", "the default pooling, because no stream trained sentence vectors")
     if checkpoints.is_run_or_checkpoint(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
-        return choose_sentence_vectors(run.identity["recipe"], layers=layers)
-    return read_sentence_vectors_of_init(init, layers)
+        return choose_pooling(run.identity["recipe"], layers=layers)
+    return choose_pooling_of_init(init, layers)
 
 
-def read_sentence_vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
-    """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see
-    choose_sentence_vectors."""
+def choose_pooling_of_init(init: str, layers: int | None) -> PoolingChoice:
+    """Return the pooling that a Hugging Face directory or a model of the hub has. layers: see choose_pooling."""
     folder = Path(init)
     if not folder.exists():
         try:
             folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
         except Exception as error:  # of the hub, or of its HTTP library
-            return SentenceVectors(
+            return PoolingChoice(
                 "mean", f"the default pooling, because model.init {init} cannot be read ({type(error).__name__})"
             )
     pooling = read_pooling(folder)
     if pooling is None:
-        return SentenceVectors(
+        return PoolingChoice(
             "mean",
             f"the default pooling, because no stream trained sentence vectors, and model.init {init} has no {MODULES}",
         )
     if layers is not None:
-        return SentenceVectors(
+        return PoolingChoice(
             pooling,
             f"the pooling of model.init {init} without its other sentence-transformers modules, because these "
             "modules need the last layer, and this export has only the first layers",
         )
     for module in read_modules_json(folder):
         if not module["type"].startswith(PACKAGE):
-            return SentenceVectors(
+            return PoolingChoice(
                 pooling,
                 f"the pooling of model.init {init} without its sentence-transformers modules, because the "
                 f"module {module['type']} is not in the package sentence-transformers",
             )
-    return SentenceVectors(
+    return PoolingChoice(
         pooling,
         f"the pooling of model.init {init}, because no stream trained sentence vectors. The sentence-transformers "
         "modules and prompts of model.init are in the export, too",
@@ -131,21 +128,19 @@ def read_pooling(folder: Path) -> str | None:
     return "mean" if modules else None
 
 
-def write_sentence_transformers_files(
-    export_folder: Path, vectors: SentenceVectors, config: Any, max_length: int
-) -> None:
+def write_sentence_transformers_files(export_folder: Path, choice: PoolingChoice, config: Any, max_length: int) -> None:
     """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
     configuration. max_length: the maximum number of tokens of a sentence."""
-    if vectors.folder:
-        copy_modules_and_prompts(vectors.folder, export_folder)
+    if choice.folder:
+        copy_modules_and_prompts(choice.folder, export_folder)
         return
     configs: dict[str, dict[str, Any]] = {}
-    if vectors.pooling == "mean":
+    if choice.pooling == "mean":
         configs["0_WordWeights"] = word_weights_without_cls_sep(Tokenizer(export_folder), config.vocab_size)
     configs["1_Pooling"] = {
         "word_embedding_dimension": config.hidden_size,
-        "pooling_mode_cls_token": vectors.pooling == "cls",
-        "pooling_mode_mean_tokens": vectors.pooling == "mean",
+        "pooling_mode_cls_token": choice.pooling == "cls",
+        "pooling_mode_mean_tokens": choice.pooling == "mean",
     }
     configs["2_Normalize"] = {}
     modules = [{"idx": 0, "name": "0", "path": "", "type": f"{PACKAGE}models.Transformer"}]

@@ -34,7 +34,7 @@ from xscale.errors import (
 from xscale.eval.bootstrap import format_name_and_score
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
 from xscale.eval.finetune.tasks import MAX_QUESTION, TASKS, AnyTask, read_examples
-from xscale.eval.finetune.training import Feature, FineTunedModel, SequenceMaker, fine_tune, predict_logits
+from xscale.eval.finetune.training import Feature, FineTunedModel, SequenceMaker, fine_tune, predict_finite_logits
 from xscale.eval.finetune.transfer import (
     MAJORITY,
     SeedScores,
@@ -229,7 +229,7 @@ def predict_test(
     """Return the predicted labels, or the answer, of each example. labels: the outputs of the model."""
     features = [task.encode(example, maker, labels) for example in examples]
     print_count_of_cut_examples(examples[0].path, features, maker.max_length)
-    logits = iter(predict_logits(trainer, list(chain.from_iterable(features))))
+    logits = iter(predict_finite_logits(trainer, list(chain.from_iterable(features))))
     predictions = []
     for example, parts in zip(examples, features, strict=True):
         predictions.append(task.predict(example, parts, list(islice(logits, len(parts))), labels))

@@ -67,7 +67,7 @@ def print_on_rank_0(text: str) -> None:
         print(text, flush=True)
 
 
-def add_canonical_columns(row: Columns) -> Columns:
+def with_canonical_columns(row: Columns) -> Columns:
     """Return the columns of a row, also with the names that they have here."""
     renamed = dict(row)
     for name_in_row, name in COLUMN_NAMES.items():
@@ -105,9 +105,9 @@ def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[Place, Columns]]:
         yield place, row
 
 
-def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[Place, Columns]]:
-    """Yield the rows of a file of lines with tabs between the columns. columns: their names, unless the first line with
-    text is a header. The last column is the label. Raises UserError."""
+def read_tab_separated(path: Path, columns_without_header: tuple[str, ...]) -> Iterator[tuple[Place, Columns]]:
+    """Yield the rows of a file of lines with tabs between the columns. columns_without_header: their names, unless the
+    first line with text is a header. The last column is the label. Raises UserError."""
     names: list[str] = []
     for number, line in read_lines(path):
         fields = list(map(str.strip, line.split("\t")))
@@ -115,9 +115,9 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[P
             continue
         if not names:
             names = list(map(str.lower, fields))
-            if set(columns[:-1]) <= add_canonical_columns(dict.fromkeys(names)).keys():
+            if set(columns_without_header[:-1]) <= with_canonical_columns(dict.fromkeys(names)).keys():
                 continue
-            names = list(columns)
+            names = list(columns_without_header)
         if len(fields) != len(names):
             form = "<TAB>".join(names)
             raise UserError(

@@ -27,7 +27,6 @@ from xscale.eval.finetune.examples import (
     LabelledExample,
     LeftOut,
     Place,
-    add_canonical_columns,
     check_not_wikiann_or_germeval,
     column_value,
     print_on_rank_0,
@@ -35,6 +34,7 @@ from xscale.eval.finetune.examples import (
     read_squad,
     read_tab_separated,
     read_tagged_sentences,
+    with_canonical_columns,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
 from xscale.eval.model import Scores
@@ -344,7 +344,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
             row_language = column_value({"language": language} | columns, "language", str)
             if not may_name_same_language(row_language, language):
                 continue
-            example = task.make_example(add_canonical_columns(columns))
+            example = task.make_example(with_canonical_columns(columns))
             examples.append(replace(example, languages=(language, language), path=path, place=place))
         except LeftOut as left_out:
             reasons[str(left_out)] += 1

@@ -52,7 +52,7 @@ class SequenceMaker:
         self.model = model
         self.tokenizer = model.tokenizer
         self.max_length = min(max_length, model.max_length)
-        self.language_types = model.language_ids(languages) if model.language_embeddings else {}
+        self.language_types = model.language_ids_or_neutral(languages) if model.language_embeddings else {}
         """{language: the type of its tokens}; {} if the types are 0 for the first text and 1 for the second."""
         single = PairTemplate([self.tokenizer.cls_id], [self.tokenizer.sep_id], [], segments=False)
         self.templates = {1: single, 2: self.tokenizer.pair}
@@ -172,7 +172,7 @@ def fine_tune(
     return trainer
 
 
-def predict_logits(trainer: transformers.Trainer, features: list[Feature]) -> np.ndarray:
+def predict_finite_logits(trainer: transformers.Trainer, features: list[Feature]) -> np.ndarray:
     """Return the logits of each feature. Long sequences are predicted first, so that a batch has little padding. Raises
     NotFinite."""
     order = sorted(range(len(features)), key=lambda index: -len(features[index].inputs["input_ids"]))
