@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xscale.data.scripts import check_language_name, choose_language_names, spelling_key
+from xscale.data.scripts import check_language_name, choose_language_names, normalised_code_and_tags
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.removed import removed_corpus_key_or_command_error
@@ -285,7 +285,7 @@ class Corpus(Strict):
                 )
         spellings = dict[str, str]()
         for language in self.languages:
-            other = spellings.setdefault(spelling_key(one_name[language]), language)
+            other = spellings.setdefault(normalised_code_and_tags(one_name[language]), language)
             if other != language:
                 problems.append(
                     f"sources: {other} and {language} are names of the same language. Use one of the two "

@@ -25,7 +25,7 @@ import numpy as np
 from xscale import files
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced_indices
-from xscale.data.shards import Source, list_source_folders, read_index
+from xscale.data.shards import Source, read_index, source_folders_at_or_below
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     sources = list[dict[str, Any]]()
     for place in args.directory:
-        for directory in list_source_folders(place) or [place]:
+        for directory in source_folders_at_or_below(place) or [place]:
             source = Source(directory)
             if args.verify:
                 verify(source)

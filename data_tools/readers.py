@@ -14,7 +14,7 @@ from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from xscale.data.scripts import find_spellings, parse_language
+from xscale.data.scripts import find_exact_name_or_spellings, parse_language
 from xscale.data.shards import Source
 from xscale.data.text import read_decompressed_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
@@ -317,8 +317,8 @@ def find_names_of_languages(langs: tuple[str, ...], names: Collection[str]) -> l
     one language only: if zh is the only name, zh-Hans gets it and zh-Hant does not. The language with the fewest names
     chooses first. A language without a name is left out."""
     name_of = dict.fromkeys(langs, "")
-    for lang in sorted(langs, key=lambda lang: len(find_spellings(lang, names))):
-        free = [name for name in find_spellings(lang, names) if name not in name_of.values()]
+    for lang in sorted(langs, key=lambda lang: len(find_exact_name_or_spellings(lang, names))):
+        free = [name for name in find_exact_name_or_spellings(lang, names) if name not in name_of.values()]
         name_of[lang] = min(free, key=lambda name: spelling_distance(lang, name), default="")
     return list(filter(None, name_of.values()))
 

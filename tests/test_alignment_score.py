@@ -88,7 +88,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
 ) -> None:
     """Runs of records, evenly; no record twice, first and last among them."""
     for total in (1, 99_999, 100_000, 100_001, 1_000_003, 50_000_000):
-        found = shards.evenly_spaced_record_runs(total, shards.SAMPLE)
+        found = shards.record_numbers_in_spaced_runs(total, shards.SAMPLE)
         assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
         assert min(total, 99_000) <= len(found) <= 100_000
         assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
@@ -104,7 +104,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
     monkeypatch.setattr(Source, "read", recorded)
     distinct_token_ids_in_sample("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
-    assert numbers == shards.evenly_spaced_record_runs(1200, 128).tolist() and len(numbers) == 128
+    assert numbers == shards.record_numbers_in_spaced_runs(1200, 128).tolist() and len(numbers) == 128
     assert 50 < sum(n < 600 for n in numbers) < 78
 
 

@@ -14,7 +14,7 @@ from tests import launch
 from tests.launch import open_run
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
-from xscale.data.shards import Source, find_sources, keep_first_records_per_language
+from xscale.data.shards import Source, drop_later_records_per_language, find_sources
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
@@ -74,7 +74,7 @@ def test_each_language_has_its_first_records_in_the_order_given(texts: Path) -> 
     """en-de and de-en are one pair of languages, whose sources are taken in the order of --data."""
 
     def counted(directories: list[str], first: int | None) -> dict[str, int]:
-        sources = keep_first_records_per_language(find_sources([texts / name for name in directories]), first)
+        sources = drop_later_records_per_language(find_sources([texts / name for name in directories]), first)
         return {source.directory.name: source.records for source in sources}
 
     assert counted(["a", "b", "c", "mono_en"], None) == {"a": 120, "b": 100, "c": 40, "mono_en": 90}
@@ -96,7 +96,7 @@ def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
     whole, cut = (loader_of(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
     other = loader_of(texts, demo, "tlm", "data.first=151")
     assert launch.identity(whole) != launch.identity(cut) != launch.identity(other)
-    assert [loader.last_streams[0].record_count(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
+    assert [loader.last_streams[0].active_record_count(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
 
 
 def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, shard_records: Callable) -> None:

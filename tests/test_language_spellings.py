@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from data_tools.index import build_index
 from xscale.data.lexicon import languages_in_file_name
-from xscale.data.scripts import choose_language_names, find_spellings, may_name_same_language, short_code
+from xscale.data.scripts import choose_language_names, find_exact_name_or_spellings, may_name_same_language, short_code
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream import covers_every_language, unify_language_names
@@ -72,9 +72,9 @@ def test_other_languages_have_their_own_code(name: str) -> None:
 def test_names_that_say_a_variant_are_other_languages_than_those_that_say_another() -> None:
     apart = [("zh-Hans", "zh-Hant"), ("zh_CN", "zh-TW"), ("pt-BR", "pt-PT"), ("pes", "prs"), ("sr_Latn", "sr_Cyrl")]
     assert not any(may_name_same_language(a, b) for a, b in apart)
-    assert find_spellings("zh", ["en", "zh-Hans", "zh-Hant"]) == ["zh-Hans", "zh-Hant"]
-    assert find_spellings("zho_Hant", ["en", "zh-Hans", "zh-TW"]) == ["zh-TW"]
-    assert find_spellings("de", ["de", "deu"]) == ["de"]
+    assert find_exact_name_or_spellings("zh", ["en", "zh-Hans", "zh-Hant"]) == ["zh-Hans", "zh-Hant"]
+    assert find_exact_name_or_spellings("zho_Hant", ["en", "zh-Hans", "zh-TW"]) == ["zh-TW"]
+    assert find_exact_name_or_spellings("de", ["de", "deu"]) == ["de"]
 
 
 def test_a_language_gets_one_name() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.shards import Shard, Source, find_sources, keep_first_records_per_language, languages_of
+from xscale.data.shards import Shard, Source, drop_later_records_per_language, find_sources, languages_of
 from xscale.data.stream import (
     Stream,
     check_languages_have_text,
@@ -100,7 +100,7 @@ def open_corpus(
     cpu_group = cpu_group or CpuGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
-    sources = keep_first_records_per_language(all_sources, recipe.data.first)
+    sources = drop_later_records_per_language(all_sources, recipe.data.first)
     check_file_sizes_against_index(sources, cpu_group)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, init, near))
@@ -210,7 +210,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
         raise UserError(
             "train.epochs needs a stream of sentence pairs, and the recipe has no such stream. Set train.steps instead"
         )
-    steps = math.ceil(round(recipe.train.epochs * stream.record_count(corpus.sources) / stream.samples, 6))
+    steps = math.ceil(round(recipe.train.epochs * stream.active_record_count(corpus.sources) / stream.samples, 6))
     steps = max(steps, 1)
     problems = list[str]()
     train = parse_section(TrainConfig, asdict(recipe.train) | {"steps": steps}, "train", problems)

@@ -29,7 +29,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import Ragged
-from xscale.data.scripts import find_spellings
+from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source, languages_of, sample_texts
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
@@ -81,10 +81,10 @@ class Lexicon:
 
 
 @cache
-def without_withheld(lexicon: Lexicon, withheld_share: float) -> Lexicon:
+def without_withheld(lexicon: Lexicon, share_of_entries: float) -> Lexicon:
     """Return the dictionary without the entries that are withheld from objectives, as one object for all streams.
-    withheld_share: the share of withheld entries."""
-    word_share = 1 - (1 - withheld_share) ** 0.5
+    share_of_entries: the share of withheld entries."""
+    word_share = 1 - (1 - share_of_entries) ** 0.5
     distinct = set(chain.from_iterable(lexicon.words))
     withheld = {word for word in distinct if is_withheld(word, word_share)}
     kept = [withheld.isdisjoint(entry) for entry in lexicon.words]
@@ -99,10 +99,10 @@ def normalise_word(word: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
-def is_withheld(word: str, withheld_share: float) -> bool:
-    """Return True if the entries of this word are withheld from all objectives. withheld_share: the share of withheld
+def is_withheld(word: str, share_of_words: float) -> bool:
+    """Return True if the entries of this word are withheld from all objectives. share_of_words: the share of withheld
     words."""
-    return int(rng.key("lexicon_heldout", normalise_word(word))) < withheld_share * 2**64
+    return int(rng.key("lexicon_heldout", normalise_word(word))) < share_of_words * 2**64
 
 
 Word = tuple[int, ...]
@@ -218,7 +218,7 @@ def languages_in_file_name(path: Path, languages: Collection[str]) -> tuple[str,
         )
     spelled = list[str]()
     for language in pair:
-        names = find_spellings(language, languages)
+        names = find_exact_name_or_spellings(language, languages)
         if len(names) > 1:
             raise UserError(
                 f"{path}: {language} in the file name can mean {' or '.join(sorted(names))}. In the file name, replace "
@@ -239,7 +239,7 @@ def split_pair_name(name: str, languages: Collection[str]) -> tuple[str, str] | 
     is_language: tuple[Callable[[str], Any], ...] = (
         lambda part: part in languages,
         pattern.fullmatch,
-        lambda part: find_spellings(part, languages),
+        lambda part: find_exact_name_or_spellings(part, languages),
     )
     for test in is_language:
         fitting = [(first, second) for first, second in pairs if test(first) and test(second)]
@@ -279,7 +279,7 @@ def distinct_token_ids_in_sample(
     text under the name `language`, text under the language's other names is read. show_progress: a function that is
     called before each batch."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
-    for name in find_spellings(language, sorted(languages_of(sources))):
+    for name in find_exact_name_or_spellings(language, sorted(languages_of(sources))):
         for texts in sample_texts(name, sources):
             show_progress()
             for ids in tokenizer.encode(texts):

@@ -155,7 +155,12 @@ class Mixture:
         weights = list[list[np.ndarray]]()
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
-            weights.append([sampling_probabilities(stream, sources, config.alpha, sizes) for stream in phase_streams])
+            weights.append(
+                [
+                    source_probabilities_from_language_sizes(stream, sources, config.alpha, sizes)
+                    for stream in phase_streams
+                ]
+            )
         self.weights = Schedule(streams.ends, tuple(weights))
         """For each phase and stream, the probability of each of the stream's sources."""
         self._orders: dict[tuple[str, int], EpochOrder] = {}
@@ -326,7 +331,9 @@ SIZED = 4
 """The number of shards from which the mean length of a source's records is estimated."""
 
 
-def sampling_probabilities(stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
+def source_probabilities_from_language_sizes(
+    stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]
+) -> np.ndarray:
     """Return the probability of each of the stream's sources; idle sources have the probability 0. sizes: the size of
     each source of the run.
 

@@ -239,7 +239,7 @@ def shuffle_and_pack_text(
     maximum number of tokens of a sample."""
     first = find_run_starts(tokens_of_records, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
-    sample = pack_into_bins(np.add.reduceat(tokens_of_records, first)[shuffled], room)
+    sample = pack_into_bins_numbered_by_item(np.add.reduceat(tokens_of_records, first)[shuffled], room)
     # numpy sorts 16-bit numbers in linear time.
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
@@ -250,7 +250,7 @@ def shuffle_and_pack_text(
     return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
 
 
-def pack_into_bins(sizes: np.ndarray, room: int) -> np.ndarray:
+def pack_into_bins_numbered_by_item(sizes: np.ndarray, room: int) -> np.ndarray:
     """Pack items into bins of size `room`, and return the bin of each item [n]. The number of a bin is the number of
     one of its items.
 

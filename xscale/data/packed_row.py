@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_from_counts
+from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_and_end_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
@@ -220,20 +220,21 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
     row_index = np.repeat(starts, lengths) + concatenated_ranges(lengths)
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=concatenate_and_reorder(ids, row_index),
-        positions=concatenate_and_reorder(positions, row_index),
-        types=concatenate_and_reorder(types, row_index) if has_types else None,
-        starts=offsets_from_counts(sorted_lengths),
+        input_ids=concatenate_and_scatter(ids, row_index),
+        positions=concatenate_and_scatter(positions, row_index),
+        types=concatenate_and_scatter(types, row_index) if has_types else None,
+        starts=offsets_and_end_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
     return tokens, np.split(row_index, ends)[:-1]  # the last part is no stream batch's
 
 
-def concatenate_and_reorder(parts: list[np.ndarray], new_index: np.ndarray) -> np.ndarray:
-    """Return the elements of all parts in another order, int64 [N]. new_index: the new index of each element [N]."""
-    row = np.empty(len(new_index), dtype=np.int64)
-    row[new_index] = np.concatenate(parts)
+def concatenate_and_scatter(parts: list[np.ndarray], destinations: np.ndarray) -> np.ndarray:
+    """Return the elements of all parts in another order, int64 [N]. destinations: the index of each element in the
+    result [N]."""
+    row = np.empty(len(destinations), dtype=np.int64)
+    row[destinations] = np.concatenate(parts)
     return row
 
 
@@ -246,7 +247,7 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
         input_ids=np.concatenate(input_ids),
         positions=np.concatenate(positions),
         types=joined_types,
-        starts=offsets_from_counts(lengths),
+        starts=offsets_and_end_from_counts(lengths),
         lengths=lengths,
         longest=max(longest),
     )

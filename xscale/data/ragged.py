@@ -40,7 +40,7 @@ def concatenated_ranges(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
 
 
-def offsets_from_counts(counts: np.ndarray) -> np.ndarray:
+def offsets_and_end_from_counts(counts: np.ndarray) -> np.ndarray:
     """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: the size of
     each part [parts]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)

@@ -129,14 +129,14 @@ def may_name_same_language(first_name: str, second_name: str) -> bool:
     return True
 
 
-def spelling_key(lang: str) -> str:
-    """Return a key that is the same for names of a language that differ in case, in "-" and "_", or in the length of
-    the code."""
+def normalised_code_and_tags(lang: str) -> str:
+    """Return "de-latn" for deu_Latn: a key that is the same for names of a language that differ in case, in "-" and
+    "_", or in the length of the code."""
     _, *tags = re.split("[-_]", lang.lower())
     return "-".join([short_code(lang), *tags])
 
 
-def find_spellings(language: str, names: Collection[str]) -> list[str]:
+def find_exact_name_or_spellings(language: str, names: Collection[str]) -> list[str]:
     """Return the spellings of a language among `names`: only `language` itself if it is among them, or else all
     others."""
     if language in names:

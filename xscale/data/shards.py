@@ -265,7 +265,7 @@ class Source:
         if len(data) <= PART_BYTES or len(whole.texts) == 2:
             return whole
         # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
-        return self._record_of_text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
+        return self._cut_record_to_its_text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
 
     def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
         """Return the bytes of a record, which have the checksum of its entry. The arguments are those of `read`. Raises
@@ -313,7 +313,7 @@ class Source:
             return parsed._replace(langs=self.langs)
         return parsed
 
-    def _record_of_text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
+    def _cut_record_to_its_text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
         """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
         part's entry in the shard. max_parts: the maximum number of parts."""
         first = max(record - max_parts, 0)
@@ -499,7 +499,7 @@ def languages_of(sources: Iterable[Source]) -> set[str]:
     return set(chain.from_iterable(source.langs for source in sources))
 
 
-def list_source_folders(directory: Path) -> list[Path]:
+def source_folders_at_or_below(directory: Path) -> list[Path]:
     """Return the directory if it has an index.json, or else the folders in it that have one. A broken link is none."""
     if (directory / "index.json").exists():
         return [directory]
@@ -518,8 +518,8 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
         check_link_is_not_broken(location)
         if not location.exists():
             raise UserError(f"{location} does not exist. Correct the path")
-        folders = list_source_folders(location)
-        check_folders_beside_sources(location, folders)
+        folders = source_folders_at_or_below(location)
+        check_folders_of_shards_have_index(location, folders)
         if not folders:
             raise UserError(
                 f"--data {location}: there is no index.json in this folder or in a folder directly below it. "
@@ -537,7 +537,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
     return sources
 
 
-def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> None:
+def check_folders_of_shards_have_index(directory: Path, with_index: list[Path]) -> None:
     """Raise UserError if a folder beside the sources cannot be read, or has shards but no index.json, like an
     incomplete copy."""
     if not with_index or directory in with_index:
@@ -557,15 +557,15 @@ def check_folders_beside_sources(directory: Path, with_index: list[Path]) -> Non
             )
 
 
-def keep_first_records_per_language(sources: list[Source], first: int | None) -> list[Source]:
-    """Remove all records of each language or pair but its first `first` records; None: keep all. Return the sources
+def drop_later_records_per_language(sources: list[Source], kept_records: int | None) -> list[Source]:
+    """Remove all records of each language or pair but its first `kept_records`; None: keep all. Return the sources
     that still have records."""
-    if first is None:
+    if kept_records is None:
         return sources
     taken: Counter[frozenset[str]] = Counter()
     for source in sources:
         pair = frozenset(source.langs)
-        source.drop_all_but_first(first - taken[pair])
+        source.drop_all_but_first(kept_records - taken[pair])
         taken[pair] += source.records
     return [source for source in sources if source.records]
 
@@ -574,7 +574,7 @@ def sample_texts(language: str, sources: list[Source], max_records: int = SAMPLE
     """Yield lists of texts in a language, from at most `max_records` evenly spaced records of all its sources."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
-    chosen = evenly_spaced_record_runs(records, max_records)
+    chosen = record_numbers_in_spaced_runs(records, max_records)
     first = 0
     for source in with_language:
         end = first + source.records
@@ -586,7 +586,7 @@ def sample_texts(language: str, sources: list[Source], max_records: int = SAMPLE
             yield [source.read(*place).texts[side] for place in places]
 
 
-def evenly_spaced_record_runs(record_count: int, max_records: int) -> np.ndarray:
+def record_numbers_in_spaced_runs(record_count: int, max_records: int) -> np.ndarray:
     """Return the numbers of at most `max_records` of the records: all of them, or evenly spaced runs of RUN."""
     if record_count <= max_records:
         return np.arange(record_count)

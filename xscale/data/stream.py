@@ -66,7 +66,7 @@ class Stream:
             language_groups=tuple(sorted(names)),
         )
 
-    def record_count(self, sources: Sequence[Source]) -> int:
+    def active_record_count(self, sources: Sequence[Source]) -> int:
         """Return the number of records of the sources that the stream reads. sources: the sources of the run."""
         return sum(sources[source].records for source in self.active_sources)
 

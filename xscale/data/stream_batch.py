@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_from_counts
+from xscale.data.ragged import NO_NUMBERS, concatenated_ranges, offsets_and_end_from_counts
 from xscale.data.sequences import Example, Sequences, truncate_texts_in_proportion
 from xscale.data.shards import sorted_pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class Gather(NamedTuple):
     def sums(tokens: np.ndarray, counts: np.ndarray) -> "Gather":
         """Return the gather whose states are sums. tokens: the tokens of each sum, one sum after the other [K]; counts:
         the number of tokens of each sum [S]."""
-        return Gather(offsets_from_counts(counts), tokens.astype(np.int32))
+        return Gather(offsets_and_end_from_counts(counts), tokens.astype(np.int32))
 
     def shift(self, token_count: int) -> "Gather":
         """Return the gather for a row in which the tokens follow `token_count` other tokens."""

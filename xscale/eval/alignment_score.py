@@ -28,7 +28,7 @@ from xscale.data.lexicon import (
     warn_if_columns_are_swapped,
     without_withheld,
 )
-from xscale.data.scripts import find_spellings
+from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source, languages_of
 from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
@@ -145,7 +145,7 @@ def evaluate(
     tokens: dict[str, np.ndarray] = {}
     for lexicon in lexicons:
         source, target = lexicon.langs
-        if {*find_spellings(source, langs), *find_spellings(target, langs)} == set(langs):
+        if {*find_exact_name_or_spellings(source, langs), *find_exact_name_or_spellings(target, langs)} == set(langs):
             measured.append(lexicon)
             tokens[target] = distinct_token_ids_in_sample(target, sources, model.tokenizer)
     if not measured:

@@ -18,7 +18,7 @@ from xscale.data.corpus import Corpus, check_file_sizes_against_index, select_so
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
-from xscale.data.shards import Source, find_sources, keep_first_records_per_language
+from xscale.data.shards import Source, drop_later_records_per_language, find_sources
 from xscale.data.stream import Stream, matching_source_indices, unify_language_names
 from xscale.errors import LOG, UserError
 from xscale.eval import retrieval
@@ -100,7 +100,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     language of theirs, and if a task of retrieval has no pairs."""
     sources = find_sources([*map(parse_location, task.data)], recipe.data.cache)
     unify_language_names(sources, preferred=corpus.languages)
-    sources = keep_first_records_per_language(sources, task.limit)
+    sources = drop_later_records_per_language(sources, task.limit)
     trained = {source.fingerprint for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -139,7 +139,7 @@ def find_streams_for_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[
             chosen = select_sources_with_word_links(stream.name, chosen, sources)
         if chosen:
             stream = replace(stream, sources=chosen).with_sources_of_all_phases(sources, chosen)
-            streams.append(replace(stream, samples=stream.record_count(sources)))
+            streams.append(replace(stream, samples=stream.active_record_count(sources)))
     if not streams:
         problem = "no stream of the recipe reads"
         if without_links:

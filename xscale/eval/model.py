@@ -11,7 +11,7 @@ import torch
 
 from xscale import files
 from xscale.checkpoint.store import is_run_or_checkpoint
-from xscale.data.scripts import find_spellings
+from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -80,7 +80,7 @@ class ExportedModel:
         that the model does not know has the id 0, the neutral embedding."""
         ids = dict.fromkeys(languages, 0)
         for language in languages:
-            for name in find_spellings(language, self.languages[1:])[:1]:
+            for name in find_exact_name_or_spellings(language, self.languages[1:])[:1]:
                 ids[language] = self.languages.index(name)
         return ids
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.data.corpus import Corpus
-from xscale.data.scripts import find_spellings
+from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.errors import LOG, UserError
 from xscale.files import exists_or_is_hub_name, find_empty_or_placeholder
 from xscale.models.encoder import Encoder
@@ -340,7 +340,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], language_em
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
     if not known and not language_embeddings:
         return languages
-    names = [*languages, *(name for name in known if not find_spellings(name, languages))]
+    names = [*languages, *(name for name in known if not find_exact_name_or_spellings(name, languages))]
     old = _token_type_table(lm)
     table = old[0].repeat(max(_require_token_type_count(lm.config), 1 + len(names)), 1)
     if not language_embeddings:
@@ -351,7 +351,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], language_em
         )
     elif known:
         for number, name in enumerate(known, start=1):
-            for name_now in find_spellings(name, names):
+            for name_now in find_exact_name_or_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
         LOG.info(
             f"the language embeddings of {', '.join(known)} come from model.init. The embeddings of other "

@@ -7,8 +7,8 @@ from pathlib import Path
 from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries, split_pair_name
 from xscale.data.loader import Loader
-from xscale.data.mixture import PACK_FILL, sampling_probabilities, source_sizes
-from xscale.data.scripts import find_spellings
+from xscale.data.mixture import PACK_FILL, source_probabilities_from_language_sizes, source_sizes
+from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
 from xscale.errors import UserError, redact
@@ -77,7 +77,7 @@ def unclear_file_name_warnings(corpus: Corpus) -> list[str]:
     for folder in sorted(folders):
         for path in sorted((folder / "lexicon").glob("*.txt")):
             pair = split_pair_name(path.name.partition(".")[0], corpus.languages)
-            if pair and all(find_spellings(language, corpus.languages) for language in pair):
+            if pair and all(find_exact_name_or_spellings(language, corpus.languages) for language in pair):
                 try:
                     languages_in_file_name(path, corpus.languages)
                 except UserError as error:
@@ -99,7 +99,7 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
 
 def advice_and_unlinked_source_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
     """Return the objective's advice about a stream, and a line about the sources that the stream leaves out."""
-    advice = stream.objective.advise(stream.options, stream.record_count(corpus.sources), recipe.train.steps)
+    advice = stream.objective.advise(stream.options, stream.active_record_count(corpus.sources), recipe.train.steps)
     lines = [f"streams.{stream.name}.{line}" for line in advice]
     languages = recipe.streams[stream.name].languages
     kind = stream.objective.record_kind
@@ -170,7 +170,9 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     for stream in loader.last_streams:
         texts = list[str]()
         names = [loader.corpus.sources[number].sorted_langs_name for number in stream.sources]
-        weights = sampling_probabilities(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
+        weights = source_probabilities_from_language_sizes(
+            stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by]
+        )
         for number, name, weight in zip(stream.sources, names, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
             if stream.reads_running_text:

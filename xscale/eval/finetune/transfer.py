@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
-from xscale.data.scripts import may_name_same_language, spelling_key
+from xscale.data.scripts import may_name_same_language, normalised_code_and_tags
 from xscale.errors import UserError
 from xscale.eval import bootstrap
 from xscale.eval.finetune.examples import LabelledExample, print_on_rank_0
@@ -96,7 +96,7 @@ def plan_training(
 def check_languages_and_places_differ(tests: Texts) -> None:
     """Raise UserError if two tests are in one language, or if two questions of a test have the same id."""
     for first, second in combinations(tests, 2):
-        if spelling_key(first) == spelling_key(second):
+        if normalised_code_and_tags(first) == normalised_code_and_tags(second):
             raise UserError(
                 f"--test: {first} and {second} are names of the same language. Remove one of the two files from the "
                 "command"
