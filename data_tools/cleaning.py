@@ -161,7 +161,7 @@ class Cleaner:
     def occurs_in_excluded_files(self, text: str) -> bool:
         """Return whether a file of the rule `exclude` has a line with the letters, marks and digits of the text, in
         any case."""
-        excluded = read_excluded_lines(tuple(self.rules.exclude))
+        excluded = read_folded_excluded_lines(tuple(self.rules.exclude))
         return bool(excluded) and fold_to_letters_and_digits(text) in excluded
 
     def violated_length_or_ratio_rule(self, texts: list[str]) -> str:
@@ -177,14 +177,15 @@ class Cleaner:
         return ""
 
 
-def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
-    """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens. bounds: the
-    minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its special tokens."""
+def violated_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], min_each_max_total: tuple[int, int]) -> str:
+    """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens.
+    min_each_max_total: the minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its
+    special tokens."""
     sizes = list(map(len, tokenizer.encode(list(texts))))
     special = tokenizer.pair.special_count if len(texts) == 2 else 2
-    if min(sizes) < bounds[0]:
+    if min(sizes) < min_each_max_total[0]:
         return "too short"
-    if sum(sizes) + special > bounds[1]:
+    if sum(sizes) + special > min_each_max_total[1]:
         return "too long"
     return ""
 
@@ -201,7 +202,7 @@ def _is_letter_or_digit(character: str) -> bool:
 
 
 @cache
-def read_excluded_lines(paths: tuple[str, ...]) -> set[str]:
+def read_folded_excluded_lines(paths: tuple[str, ...]) -> set[str]:
     """Return the folded letters of each line of evaluation files. Raises UserError."""
     excluded = set[str]()
     for path in paths:
@@ -209,7 +210,7 @@ def read_excluded_lines(paths: tuple[str, ...]) -> set[str]:
     return excluded - {""}
 
 
-def check_excluded_file(path: str) -> None:
+def check_excluded_file_has_text(path: str) -> None:
     """Raise UserError if a file of the rule `exclude` has no text, or is a table or JSON. Reads only the file's first
     lines, unless they are blank."""
     try:
@@ -228,13 +229,13 @@ def hash_text_lists(text_lists: list[list[str]]) -> np.ndarray:
     return np.frombuffer(b"".join(hashes), dtype="<u8")
 
 
-def minhash_bands(texts: list[str]) -> np.ndarray:
+def minhash_bands_of_each_text(texts: list[str]) -> np.ndarray:
     """Return the uint64 hashes [len(texts), BANDS] of the texts' MinHash bands. Case and white space do not count."""
     import rensa
 
     parts = [np.empty((0, BANDS), dtype=np.uint64)]
     for start in range(0, len(texts), HASHED_AT_ONCE):
-        shingles = list(map(character_ngrams, texts[start : start + HASHED_AT_ONCE]))
+        shingles = list(map(folded_character_5grams, texts[start : start + HASHED_AT_ONCE]))
         rows = rensa.RMinHash.digest_matrix_from_token_sets(shingles, PERMUTATIONS, 42).to_rows()
         bands = np.array(rows, dtype=np.uint64).reshape(len(shingles), BANDS, -1)
         factors = np.random.RandomState(0).randint(1 << 62, size=bands.shape[-1], dtype=np.int64).astype(np.uint64)
@@ -243,15 +244,15 @@ def minhash_bands(texts: list[str]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def character_ngrams(text: str) -> list[str]:
+def folded_character_5grams(text: str) -> list[str]:
     folded = " ".join(text.casefold().split())
     return [folded[start : start + SHINGLE] for start in range(max(len(folded) - SHINGLE + 1, 1))]
 
 
-def language_code(label: str) -> str:
+def short_language_code(code_or_fasttext_label: str) -> str:
     """Return the short code of a language, such as "de", for a code or a label of fastText. The two written forms of
     Norwegian (nb, nn) have the code "no", because identifiers often confuse them."""
-    code = short_code(label.removeprefix("__label__"))
+    code = short_code(code_or_fasttext_label.removeprefix("__label__"))
     return "no" if code in ("nb", "nn") else code
 
 
@@ -260,7 +261,7 @@ def is_in_other_language(text: str, lang: str, lid: bool | str) -> bool:
     if sum(map(str.isalpha, text)) < LID_LETTERS:
         return False
     code, probability = identify_language(text, lid)
-    return code != language_code(lang) and probability >= LID_PROBABILITY
+    return code != short_language_code(lang) and probability >= LID_PROBABILITY
 
 
 def identify_language(text: str, lid: bool | str) -> tuple[str, float]:
@@ -268,9 +269,9 @@ def identify_language(text: str, lid: bool | str) -> tuple[str, float]:
     is "" if the model knows no word of the text. Raises UserError."""
     if not isinstance(lid, str):
         label, probability = load_langid().classify(text)
-        return language_code(label), probability
+        return short_language_code(label), probability
     labels, probabilities = load_fasttext(lid).predict(text.replace("\n", " "))
-    return (language_code(labels[0]), probabilities[0]) if labels else ("", 0.0)
+    return (short_language_code(labels[0]), probabilities[0]) if labels else ("", 0.0)
 
 
 @cache
@@ -280,7 +281,7 @@ def identifiable_languages(lid: bool | str) -> set[str]:
         labels, _ = load_fasttext(lid).predict("the", k=-1, threshold=-1.0)
     else:
         labels = load_langid().labels
-    return set(map(language_code, labels))
+    return set(map(short_language_code, labels))
 
 
 @cache

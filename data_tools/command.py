@@ -17,7 +17,7 @@ from xscale.errors import (
 )
 
 
-def run(main: Callable[[], None]) -> None:
+def run_tool_and_exit(main: Callable[[], None]) -> None:
     """Run a tool and exit. An error is printed as one line. Exit codes: 2 for a user's error, 4 if the machine
     failed."""
     escape_unprintable()

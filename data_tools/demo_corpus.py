@@ -21,7 +21,7 @@ from xscale.data.link_projection import Link, format_pharaoh, parse_pharaoh
 from xscale.data.words import split_words_and_symbols
 
 from . import prepare
-from .command import check_new_folder, run
+from .command import check_new_folder, run_tool_and_exit
 from .demo_world import FIRST_YY, WRITTEN, World
 from .steps import write_lines
 
@@ -163,4 +163,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

@@ -39,7 +39,7 @@ from xscale.data.shards import (
 from xscale.errors import UserError
 from xscale.record import Record, Shard, is_sample_member, parse_json, parse_tar_sample, sample_key
 
-from .command import run
+from .command import run_tool_and_exit
 from .engine import worker_pool
 
 WORKER_TARS = 8
@@ -331,4 +331,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

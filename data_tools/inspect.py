@@ -31,7 +31,7 @@ from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
-from .command import run
+from .command import run_tool_and_exit
 from .index import scan_tar, summary_line
 
 SAMPLE = 10_000
@@ -202,4 +202,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

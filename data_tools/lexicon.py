@@ -27,7 +27,7 @@ from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
-from .command import run
+from .command import run_tool_and_exit
 
 Entry = tuple[str, str]
 
@@ -244,4 +244,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

@@ -27,8 +27,8 @@ from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
 from . import steps, word_aligner
-from .cleaning import cached_tokenizer, check_excluded_file, identifiable_languages, language_code
-from .command import check_new_folder, run
+from .cleaning import cached_tokenizer, check_excluded_file_has_text, identifiable_languages, short_language_code
+from .command import check_new_folder, run_tool_and_exit
 from .corpus import Corpus, check_folder_is_outside_sources, load_corpus
 from .engine import EXECUTORS, TaskList, do_task_unless_done, done_marker_path, lock_folder, run_tasks
 
@@ -83,10 +83,10 @@ def check_corpus(corpus: Corpus) -> None:
                     f"{Path.cwd()}. If the path is a URL, download the file first"
                 )
         for path in rules.exclude:
-            check_excluded_file(path)
+            check_excluded_file_has_text(path)
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
-            if known and language_code(lang) not in known:
+            if known and short_language_code(lang) not in known:
                 raise UserError(
                     f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} cannot identify the language "
                     f"{lang} of the source {name}. Write `rules: {{lid: false}}` in this source, or set lid to the "
@@ -318,4 +318,4 @@ def do_tasks_of_job(folder: Path, step_name: str, job: int, job_count: int) -> N
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

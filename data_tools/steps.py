@@ -49,8 +49,8 @@ from .cleaning import (
     RemovalCounts,
     cached_tokenizer,
     hash_text_lists,
-    minhash_bands,
-    read_excluded_lines,
+    minhash_bands_of_each_text,
+    read_folded_excluded_lines,
     violated_token_count_rule,
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
@@ -113,7 +113,7 @@ def write_plan_and_clear_caches(folder: Path, plan: CorpusPlan) -> None:
     """Write the plan, and forget what this process has read of an earlier plan."""
     corpus = plan.corpus.model_dump(mode="json", exclude_unset=True)
     write_json(folder / "plan.json", plan._asdict() | {"corpus": corpus})
-    for cache in (read_plan, all_chunks, read_excluded_lines):
+    for cache in (read_plan, all_chunks, read_folded_excluded_lines):
         cache.cache_clear()
 
 
@@ -252,7 +252,7 @@ def hashes_and_sentence_counts(units: list[Unit], source: SourceSpec, with_bands
         first = second = exact
     columns = [np.stack([exact, sentences, first, second], axis=1)]
     if with_bands:
-        columns.append(minhash_bands(list(map("\n".join, in_order))))
+        columns.append(minhash_bands_of_each_text(list(map("\n".join, in_order))))
     return np.hstack(columns)
 
 

@@ -26,7 +26,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-from .command import check_new_folder, run
+from .command import check_new_folder, run_tool_and_exit
 from .readers import input_files
 from .sentences import is_blank
 
@@ -306,4 +306,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

@@ -16,7 +16,7 @@ from xscale.data.shards import read_index
 from xscale.errors import UserError
 
 from . import index, steps, word_aligner
-from .command import check_new_folder, run
+from .command import check_new_folder, run_tool_and_exit
 from .corpus import check_folder_is_outside_sources, parse_corpus
 from .engine import lock_folder
 from .prepare import do_steps
@@ -148,4 +148,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

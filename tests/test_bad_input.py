@@ -20,7 +20,7 @@ import zstandard
 from transformers import PreTrainedTokenizerFast
 
 from data_tools import demo_corpus, index, inspect, lexicon, steps, tokenizer, write_shards
-from data_tools.command import run
+from data_tools.command import run_tool_and_exit
 from data_tools.readers import input_files, read_checked_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source, find_sources
@@ -319,16 +319,16 @@ def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.M
         raise UserError("the file x is bad")
 
     with pytest.raises(SystemExit) as stopped:
-        run(fail)
+        run_tool_and_exit(fail)
     assert stopped.value.code == 2 and capsys.readouterr().err == "error: the file x is bad\n"
     with pytest.raises(ZeroDivisionError):
-        run(lambda: 1 / 0)
+        run_tool_and_exit(lambda: 1 / 0)
 
     def write_beyond_the_limit() -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), "out/a.jsonl")
 
     with pytest.raises(SystemExit) as stopped:
-        run(write_beyond_the_limit)
+        run_tool_and_exit(write_beyond_the_limit)
     assert stopped.value.code == 4 and capsys.readouterr().err.startswith("error: out/a.jsonl: File too large. ")
 
 
@@ -484,7 +484,7 @@ def test_a_refusal_of_the_machine_s_is_a_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "text").write_text("one\n")
     words = ["mono", "--text", str(tmp_path / "text"), "--lang", "en", "--out", str(tmp_path / "text" / "out")]
     with pytest.raises(SystemExit) as stopped:
-        run(lambda: write_shards.main(words))
+        run_tool_and_exit(lambda: write_shards.main(words))
     assert stopped.value.code == 4
     line = f"error: {tmp_path / 'text' / 'out.incomplete'}: Not a directory. Remove the cause of the error, "
     assert capsys.readouterr().err == line + "then start the command again\n"
@@ -593,7 +593,7 @@ def test_a_full_disk_of_a_library_in_rust(tmp_path: Path) -> None:
 def test_arguments_that_name_nothing(words: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["tool", *words])
     with pytest.raises(SystemExit) as stopped:
-        run(lambda: pytest.fail("it went on"))
+        run_tool_and_exit(lambda: pytest.fail("it went on"))
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err
 

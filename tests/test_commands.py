@@ -105,7 +105,7 @@ def test_a_repeated_flag_adds_to_the_earlier_values(monkeypatch, module: str) ->
 
 
 RUN_AND_EXIT = "from xscale.errors import *; run_and_exit(lambda: {call} or flush_output() or 0)"
-RUN_TOOL = "from data_tools.command import run; run(lambda: {call})"
+RUN_TOOL = "from data_tools.command import run_tool_and_exit; run_tool_and_exit(lambda: {call})"
 
 
 def end_of_command(command: str, call: str, stdout: int | None, **options: Any) -> tuple[int, str]:

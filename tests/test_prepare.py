@@ -522,7 +522,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
     for text in base:
         cut = choose.randrange(0, len(text))
         texts += [text, text[:cut] + choose.choice(["", "x", "yy"]) + text[cut + choose.randrange(60) :]]
-    found = cleaning.minhash_bands(texts)
+    found = cleaning.minhash_bands_of_each_text(texts)
 
     def runs(text: str) -> set[str]:
         return {text[i : i + 5] for i in range(len(text) - 4)}
@@ -1008,7 +1008,7 @@ def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["prepare", *words])
     with pytest.raises(SystemExit) as end:
-        command.run(prepare.main)
+        command.run_tool_and_exit(prepare.main)
     assert end.value.code == 2 and re.search(named, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
@@ -1063,7 +1063,7 @@ import sys
 from data_tools import command, prepare, steps
 steps.CHUNK_UNITS = 40
 if __name__ == "__main__":
-    command.run(prepare.main)
+    command.run_tool_and_exit(prepare.main)
 """
 """The command with small chunks, in workers too, which import it."""
 
@@ -1151,7 +1151,7 @@ words = ["corpus.yaml", "--executor", "ray", "--workers", "2", "--out"]
 prepare.main([*words, "ray"])
 Path("b").write_text("a\\tb\\nc\\n")
 sys.argv = ["prepare", *words, "bad"]
-command.run(prepare.main)
+command.run_tool_and_exit(prepare.main)
 """
 """The command, and the command with a file that is wrong, on one Ray cluster, whose start takes longer than both."""
 

@@ -25,7 +25,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "xscale/eval/run.py": eval_run.main,
     "xscale/eval/finetune/__main__.py": finetune.main,
     "xscale/report/__main__.py": report.main,
-    "data_tools/demo_corpus.py": lambda: command.run(demo_corpus.main),
+    "data_tools/demo_corpus.py": lambda: command.run_tool_and_exit(demo_corpus.main),
 }
 
 

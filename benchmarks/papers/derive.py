@@ -29,7 +29,7 @@ import numpy as np
 from conllu import Column, Row, Sentence, blocks_between_blank_lines, read_sentences
 from script import Script
 
-from data_tools.command import run
+from data_tools.command import run_tool_and_exit
 from xscale import files, rng
 from xscale.data.text import read_lines
 from xscale.errors import UserError
@@ -331,4 +331,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_tool_and_exit(main)

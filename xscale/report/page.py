@@ -44,20 +44,20 @@ class Section:
 
 def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     """Return the page's HTML. runs: {name: run}; models: {name: results}."""
-    sections = run_sections(runs) if runs else []
+    sections = sections_of_runs(runs) if runs else []
     if models:
         sections.append(Section("Scores of the result files"))
         if len(models) > 1:
             sections[-1].note = PAIRED
         add_score_tables(sections[-1], models, "not in file")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": format_cell, "picture": draw_chart_as_data_url}
+    environment.filters |= {"cell": cell_text, "picture": draw_chart_as_data_url}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     page = template.render(title=", ".join([*runs, *models]), sections=sections)
     return page.encode("utf-8", "replace").decode()  # names of files may have lone surrogates
 
 
-def format_cell(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     """Return the text of a cell; a number has four digits, an empty cell a dash."""
     if cell is None or isinstance(cell, str):
         return cell or "–"
@@ -69,7 +69,7 @@ def format_cell(cell: Cell) -> str:
 # Runs
 
 
-def run_sections(runs: dict[str, Run]) -> list[Section]:
+def sections_of_runs(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
     with several runs, each run has its own lines. A line without a number is left out."""
     summary = Section("Summary of the runs")
@@ -136,20 +136,20 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
         row: list[Cell] = [name.row, name.metric]
         for scores in models.values():
             row.append(format_score_and_interval(scores[name]) if name in scores else absent)
-        row += [difference_cell(name, first, other) for other in others]
+        row += [other_minus_first_cell(name, first, other) for other in others]
         tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
     section.tables = list(tables.values())
 
 
 def format_score_and_interval(score: float | Score) -> Cell:
     """Return a cell such as `0.94 [0.92, 0.96]`."""
-    text = format_cell(score)
+    text = cell_text(score)
     if isinstance(score, Score):
         text += " [{:.4g}, {:.4g}]".format(*score.interval)
     return text
 
 
-def difference_cell(name: ScoreName, first_scores: Results, other_scores: Results) -> Cell:
+def other_minus_first_cell(name: ScoreName, first_scores: Results, other_scores: Results) -> Cell:
     """Return the difference of another model's score from the first model's. It is None if one of the two lacks the
     score, or if the metric has no better direction, and `other text` if the two models had different tests."""
     first = first_scores.get(name)

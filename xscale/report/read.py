@@ -69,14 +69,14 @@ def read_run(folder: Path) -> Run:
             "`xscale finetune`)"
         )
     metrics: dict[str, dict[int, float]] = {}
-    for line in read_json_lines(folder / "metrics.jsonl"):
+    for line in read_intact_json_lines(folder / "metrics.jsonl"):
         for metric, value in line.items():
             if MetricKey.parse(metric).name in SHOWN_METRICS:
                 is_float = isinstance(value, int | float) and abs(value) < 1e300
                 metrics.setdefault(metric, {})[line["step"]] = float(value) if is_float else math.nan
     scores: dict[ScoreName, dict[int, float]] = {}
     last: Results = {}
-    for line in read_json_lines(folder / "evals.jsonl"):
+    for line in read_intact_json_lines(folder / "evals.jsonl"):
         last = parse_evaluation(line, folder / "evals.jsonl").to_results()
         for name, score in last.items():
             scores.setdefault(name, {})[line["step"]] = score
@@ -94,7 +94,7 @@ def to_curves(numbers_by_step: dict[T, dict[int, float]]) -> dict[T, pd.Series]:
     return {name: pd.Series(numbers, dtype=float) for name, numbers in numbers_by_step.items()}
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_intact_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, in order. Broken lines are left out. Without the file, return []."""
     if not path.is_file():
         return []
