@@ -97,6 +97,9 @@ def peak_bytes_by_purpose(
     if device == "cpu":
         states["program and tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
     states["activations"] = activation_bytes(module.encoder, width, device, cost_of_largest_row)
+    c = module.encoder.lm.config
+    if choose_forward_pass(c) is bert_states and stage < 3:  # _project_qkv in models/flat.py
+        states["copies of attention weights"] = 3 * width * c.hidden_size**2 * c.num_hidden_layers
     predictions = cost_of_largest_row["predictions"]
     states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, predictions)
     if stage >= 3:
@@ -117,7 +120,7 @@ def activation_bytes(encoder: Encoder, bytes_of_number: int, device: str, row_co
     gate), and two dropout masks of H elements (with a gate: H and F). That is about 34 H bytes at 16 bits (Korthikanti
     et al. 2022, without attention's probabilities). On a CPU, an element of a mask takes as much as a number, and
     attention keeps its probabilities twice. Behind its attention, the last layer keeps the tokens alone that losses
-    read.
+    read. The embeddings keep the input of their norm and a dropout mask.
     """
     c = encoder.lm.config
     masks = 2 * c.hidden_size
@@ -134,19 +137,22 @@ def activation_bytes(encoder: Encoder, bytes_of_number: int, device: str, row_co
     if linears_after_last_attention(encoder):
         behind_attention = bytes_of_number * (4 * c.hidden_size + feed_forward)
         skipped = behind_attention * (row_cost["tokens"] - row_cost["places"])
-    return c.num_hidden_layers * layer - skipped
+    embeddings = 2 * bytes_of_number * row_cost["tokens"] * c.hidden_size
+    return embeddings + c.num_hidden_layers * layer - skipped
 
 
 def vocabulary_head_bytes(encoder: Encoder, bytes_of_number: int, device: str, predictions: float) -> float:
-    """Return the bytes of a chunk of logits, of a block of fp32 probabilities on a CPU, and of the head weight's
-    gradient in fp32 and, if it has 16 bits, in these. predictions: those of a row."""
+    """Return the bytes of a chunk of logits, of a block of fp32 probabilities on a CPU, of the head weight's gradient
+    in fp32 and, if it has 16 bits, in these, and of the five states of each prediction in the head: the head's input,
+    the outputs of its three parts and a gradient. predictions: those of a row."""
     c = encoder.lm.config
     rows = min(max_predictions_of_chunk(device, c.vocab_size, bytes_of_number), predictions)
     logits = rows * bytes_of_number
     if device == "cpu":
         logits += 4 * min(BLOCK, rows)
     narrow = bytes_of_number if bytes_of_number < 4 else 0
-    return c.vocab_size * (logits + c.hidden_size * (4 + narrow))
+    states = 5 * predictions * bytes_of_number * c.hidden_size
+    return states + c.vocab_size * (logits + c.hidden_size * (4 + narrow))
 
 
 def gpu_peak_flops_per_second() -> float | None:
