@@ -20,16 +20,16 @@ from xscale.run.start import train_run
 from xscale.train import parse_arguments
 
 UNTIL = int(os.environ.get("UNTIL", "0"))
-set_steps_done = Status.set_steps_done
+set_steps_done_for_next_write = Status.set_steps_done_for_next_write
 
 
 def stopping_step(self: Status, step: int) -> None:
-    set_steps_done(self, step)
+    set_steps_done_for_next_write(self, step)
     if UNTIL and step == UNTIL:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-Status.set_steps_done = stopping_step  # type: ignore[method-assign]
+Status.set_steps_done_for_next_write = stopping_step  # type: ignore[method-assign]
 
 calibrate.DRAWN, calibrate.READ = 256, 64  # fewer samples, which takes a second less of each run
 

@@ -53,13 +53,13 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     disk: Any = Disk(lines.file, 30)
     lines.file = disk
     for step in range(1, 9):
-        lines.write({"step": step, "loss": 1.5})
+        lines.add_line_for_next_flush({"step": step, "loss": 1.5})
         lines.flush_or_keep_lines(sync=True)
         assert path.read_text().startswith('{"step": 1, "loss": 1.5}\n')
     assert path.stat().st_size == 30
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text
     disk.room = 500
-    lines.write({"step": 9, "loss": 1.5})
+    lines.add_line_for_next_flush({"step": 9, "loss": 1.5})
     lines.flush_or_keep_lines()
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
     assert caplog.records[-1].levelname == "WARNING" and "is writable again" in caplog.records[-1].message
@@ -71,10 +71,10 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     monkeypatch.setattr(metrics, "MOST_WAITING", 60)
     disk.room = 0
     for step in range(10, 12):
-        lines.write({"step": step, "loss": 1.5})
-        lines.finish()
+        lines.add_line_for_next_flush({"step": step, "loss": 1.5})
+        lines.flush_and_log_lost_lines()
     assert "the last lines of the run could not be written (number of lines: 2)" in caplog.text
-    lines.write({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
+    lines.add_line_for_next_flush({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
     with pytest.raises(OSError, match="No space left") as raised:
         lines.flush_or_keep_lines()
     assert raised.value.filename == str(path)

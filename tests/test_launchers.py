@@ -167,7 +167,7 @@ def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Pat
 def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
     """It may be refused before it has the lock, or after; a start that does more steps can fail like any other."""
     first = run(tmp_path, 0, True)
-    first.set_steps_done(8)
+    first.set_steps_done_for_next_write(8)
     first.write_end(DONE, "8 of 8 steps")
     done = json.loads((tmp_path / STATUS).read_text())
     run(tmp_path, 0, False).record_failure(UserError("no such field"))
@@ -180,7 +180,7 @@ def test_a_refused_command_leaves_a_run_that_is_done(tmp_path: Path) -> None:
     again.note_lock_and_write_running(done)
     again.record_failure(RuntimeError("CUDA out of memory"))
     assert read(tmp_path)[:2] == ("failed", 2), "this start was not refused"
-    again.set_steps_done(8)
+    again.set_steps_done_for_next_write(8)
     again.note_lock_and_write_running(done)
     again.record_failure(UserError("record 7 is damaged"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 0)

@@ -405,7 +405,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "evals.jsonl", 0)
-    lines.write(
+    lines.add_line_for_next_flush(
         {"step": 1, "results": {"a": {"b": {"c": float("nan"), "d": float("-inf"), "e": 1.5}}}, "x": float("inf")}
     )
     lines.flush_or_keep_lines()

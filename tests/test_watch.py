@@ -20,7 +20,7 @@ from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import NotFinite
 from xscale.ranks import CpuGroup, Process
 from xscale.run import watch
-from xscale.run.metrics import RunMetrics, slowest_rank_metrics
+from xscale.run.metrics import RunMetrics, slowest_rank_and_ratio_to_median
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -33,9 +33,9 @@ def arguments(config: str, demo: Path, out: Path, *fields: str) -> list[str]:
 
 
 def test_the_slowest_rank_is_compared_with_the_median() -> None:
-    metrics = slowest_rank_metrics([1.0, 2.0, 1.1])
+    metrics = slowest_rank_and_ratio_to_median([1.0, 2.0, 1.1])
     assert metrics == {"slowest_rank": 1, "slowest_ratio": pytest.approx(2 / 1.1)}
-    assert slowest_rank_metrics([1.0]) == {}
+    assert slowest_rank_and_ratio_to_median([1.0]) == {}
 
 
 def failure_message(out: Path, skipped_in_a_row: int = 0, fp16: bool = False, done: int = 0) -> str:
@@ -115,7 +115,7 @@ def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pyte
     found = watch.Watch(Process(0, 1, 0, 1), tmp_path / "rank0.log", 1.0, print)
     time.sleep(1.0)
     first = len(said)
-    found.note("in step 2")
+    found.note_progress("in step 2")
     time.sleep(0.1)  # until the watch has looked
     said.clear()
     time.sleep(0.25)

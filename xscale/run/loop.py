@@ -51,7 +51,7 @@ class Trainer:
         """The mixture's state after the steps done, which has the streams' positions in their data."""
         self.done = self.data_state["step"]
         """The number of steps done."""
-        context.status.set_steps_done(self.done)
+        context.status.set_steps_done_for_next_write(self.done)
         self.flops = StepFlops(engine.module.encoder, bool(engine.module.streams_with_vectors()))
         # The manager calls `published` at its first save, when self.evaluations exists.
         self.manager = CheckpointManager(
@@ -61,15 +61,15 @@ class Trainer:
             keep=self.recipe.checkpoint.keep,
             saved=self.done if checkpoint and is_checkpoint_of_run(checkpoint, context.out) else None,
             write_config_and_tokenizer=self.write_config_and_tokenizer,
-            note=context.watch.note,
+            note=context.watch.note_progress,
             published=lambda: self.evaluations.write_name_of_best_checkpoint(),
         )
         self.metrics = RunMetrics(context, self.recipe, self.manager, self.done, trace)
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
         self.probes: ProbesByMetric = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
-            self.probes = gather_probe_words_on_rank_0(loader.corpus, context.cpu_group, context.watch.note)
-        tasks = make_task_functions(loader, engine, context.process, context.watch.note)
+            self.probes = gather_probe_words_on_rank_0(loader.corpus, context.cpu_group, context.watch.note_progress)
+        tasks = make_task_functions(loader, engine, context.process, context.watch.note_progress)
         # Without a checkpoint, an earlier start may have measured step 0 and been killed before it saved.
         self.evaluations = Validation(context, self.recipe, tasks, self.done if checkpoint else -1, self.metrics)
         self.files = (self.metrics.lines, self.metrics.trace, self.evaluations.lines)
@@ -79,7 +79,7 @@ class Trainer:
         day."""
         if self.manager.saved is None:
             if self.done == 0:
-                self.evaluations.evaluate_and_compare_if_due(0)
+                self.evaluations.evaluate_if_due_and_check_if_best(0)
             self.save(must_succeed=True)
 
     def loop(self, batches: Iterator[StepBatch]) -> ExitCode:
@@ -99,21 +99,21 @@ class Trainer:
                 )
                 return STOPPED
             check_step_has_targets(agreed, number, self.recipe.at(self.done))
-            self.context.watch.note(f"training in step {number}")
+            self.context.watch.note_progress(f"training in step {number}")
             if number in self.recipe.train.skip_steps:
-                self.metrics.report_excluded_step(number, agreed.samples, agreed.cost["tokens"])
+                self.metrics.reduce_steps_and_report_excluded(number, agreed.samples, agreed.cost["tokens"])
                 skip_step(self.engine)
             else:
                 self.metrics.unreported.append(self.train_step(agreed, started))
             self.done = number
             self.data_state = agreed.batch.state
             self.context.stop.arm_time_limit()
-            self.context.status.set_steps_done(number)
+            self.context.status.set_steps_done_for_next_write(number)
             self.metrics.trace_records(number, agreed.batch)
             if agreed.flush:
                 self.metrics.reduce_and_report_steps()
             try:
-                is_best = self.evaluations.evaluate_and_compare_if_due(number)
+                is_best = self.evaluations.evaluate_if_due_and_check_if_best(number)
             except UserError:  # a wrong checkpoint.best, which a resume may set
                 self.save(must_succeed=True)
                 raise
@@ -187,7 +187,7 @@ class Trainer:
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
-    def finish_files(self) -> None:
+    def flush_files_at_end(self) -> None:
         """Write the lines that still wait, at the end of the run."""
         for lines in self.files:
-            lines.finish()
+            lines.flush_and_log_lost_lines()

@@ -70,7 +70,7 @@ class JsonLines:
                 kept.write_bytes(path.read_bytes()[:size])
         self.file = path.open("ab", buffering=0)
 
-    def write(self, entry: dict[str, Any]) -> None:
+    def add_line_for_next_flush(self, entry: dict[str, Any]) -> None:
         """Add a line. It stays in memory until `flush_or_keep_lines`. A number that is not finite becomes null."""
         if self.file:
             line = json.dumps(entry, ensure_ascii=False)
@@ -109,7 +109,7 @@ class JsonLines:
                     "may be lost"
                 )
 
-    def finish(self) -> None:
+    def flush_and_log_lost_lines(self) -> None:
         """Write the lines that wait, at the end of the run, and log how many could not be written."""
         self.flush_or_keep_lines(sync=True)
         if self.waiting:
@@ -178,7 +178,7 @@ class UnreportedStep(NamedTuple):
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
-def slowest_rank_metrics(seconds_R: list[float]) -> dict[str, float]:
+def slowest_rank_and_ratio_to_median(seconds_R: list[float]) -> dict[str, float]:
     """Return the slowest rank, and the ratio of its time to the median of all ranks.
 
     seconds_R: each rank's own seconds of a step. They include the wait for records and the forward and backward passes,
@@ -196,7 +196,7 @@ def cut_traces_of_absent_ranks(folder: Path, world: int, after_step: int) -> Non
     for path in folder.glob("rank*.jsonl"):
         rank = path.stem.removeprefix("rank")
         if rank.isdecimal() and int(rank) >= world:
-            JsonLines(path, after_step).finish()
+            JsonLines(path, after_step).flush_and_log_lost_lines()
 
 
 class RunMetrics:
@@ -233,16 +233,16 @@ class RunMetrics:
         self.last_flush = time.monotonic()
         return True
 
-    def report_excluded_step(self, number: int, samples: int, tokens: int) -> None:
+    def reduce_steps_and_report_excluded(self, number: int, samples: int, tokens: int) -> None:
         """Report an excluded step, whose records were read without changing the model."""
         self.reduce_and_report_steps()
         excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
-        self.lines.write(excluded | {"samples": samples, "tokens": tokens})
+        self.lines.add_line_for_next_flush(excluded | {"samples": samples, "tokens": tokens})
 
     def trace_records(self, number: int, batch: StepBatch) -> None:
         """Trace the records of a step."""
         for stream, keys in batch.record_keys.items():
-            self.trace.write({"step": number, "stream": stream, "keys": keys})
+            self.trace.add_line_for_next_flush({"step": number, "stream": stream, "keys": keys})
 
     def reduce_and_report_steps(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
@@ -264,21 +264,21 @@ class RunMetrics:
         together = torch.cat(vectors)
         dist.all_reduce(together)
         *summed, seconds_R = together.cpu().split([len(vector) for vector in vectors])
-        pace = slowest_rank_metrics(seconds_R.tolist())
+        pace = slowest_rank_and_ratio_to_median(seconds_R.tolist())
         entries = list[dict[str, Any]]()
         for number, step in enumerate(steps):
             sums = summed[2 * number].tolist()
             entries.append(step.metrics_line(sums, summed[2 * number + 1].tolist(), self.recipe) | pace)
         for entry in entries:
-            self.lines.write(entry)
+            self.lines.add_line_for_next_flush(entry)
             self.log_progress_if_due(entry)
         self.lines.flush_or_keep_lines()
         self.trace.flush_or_keep_lines()
         self.board.write(entries)
         for entry, step in zip(entries, steps, strict=True):
-            self.check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
+            self.count_skipped_and_check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
 
-    def check_finite(self, entry: dict[str, Any], batch: StepBatch, is_rank_finite: bool) -> None:
+    def count_skipped_and_check_finite(self, entry: dict[str, Any], batch: StepBatch, is_rank_finite: bool) -> None:
         """Raise NotFinite on all ranks if a step's losses or its gradient are not finite. fp16 may skip fewer than
         MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. is_rank_finite: whether this rank's
         own losses are finite."""

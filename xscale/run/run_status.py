@@ -269,7 +269,7 @@ class Status:
         self.status_before_start: dict[str, Any] = {}
         """The content of status.json before this start."""
 
-    def set_steps_done(self, step: int) -> None:
+    def set_steps_done_for_next_write(self, step: int) -> None:
         """Set the number of steps done, which the next write of status.json has."""
         self.step = step
 

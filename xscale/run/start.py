@@ -59,7 +59,7 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, cpu_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
-            status.set_steps_done(checkpoint.step)
+            status.set_steps_done_for_next_write(checkpoint.step)
             status.write_end(run_status.DONE, f"{checkpoint.step} of {steps} steps")
             return run_status.DONE
         trainer, batches = set_up_training(args, run, context, checkpoint)
@@ -70,7 +70,7 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             trainer.evaluate_and_save_start()
             code = trainer.loop(batches)
         finally:
-            trainer.finish_files()
+            trainer.flush_files_at_end()
         status.write_end(code, context.stop.why if code == run_status.STOPPED else f"{trainer.done} of {steps} steps")
     return code
 
@@ -128,9 +128,9 @@ def set_up_training(
     """Write the run's config files, build the model and the engine, and load the checkpoint. Return the trainer and the
     batches of the steps after the checkpoint, or of all steps. With --resume DIR, later checkpoints are withdrawn."""
     recipe = run.recipe
-    context.watch.note("estimating the number of tokens of the data")
+    context.watch.note_progress("estimating the number of tokens of the data")
     calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, context.cpu_group)
-    context.watch.note("building the model")
+    context.watch.note_progress("building the model")
     module = resolve.build_initial_module(recipe, run.corpus)
     if checkpoint and checkpoint.has_new_head is not None:  # model.init may have changed since the start of the run
         module.encoder.has_new_head = checkpoint.has_new_head
@@ -143,7 +143,7 @@ def set_up_training(
     left = recipe.train.steps - data_state["step"]
     # The planner makes the first plans while the engine is built.
     plans = loader.start_planning(context.process, run.hardware.device, data_state, left, context.cpu_group)
-    context.watch.note("building the engine")
+    context.watch.note_progress("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, context.cpu_group)
@@ -160,7 +160,7 @@ def set_up_training(
         f"steps {data_state['step'] + 1} to {recipe.train.steps}"
     )
     if not checkpoint:
-        prefill_queues(engine.module, loader, context.process, engine.device, context.watch.note)
+        prefill_queues(engine.module, loader, context.process, engine.device, context.watch.note_progress)
     trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
     return trainer, loader.start_workers(context.process, engine.device.type, plans)
 

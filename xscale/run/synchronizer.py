@@ -82,12 +82,14 @@ class StepSynchronizer:
             self.announced += 1
             self.pending.append(self._announce(self._try_read(batches)))
         wait_for_agreement = self.pending.popleft()
-        self.context.watch.note(f"waiting for the other ranks to begin step {self.announced - len(self.pending)}")
+        self.context.watch.note_progress(
+            f"waiting for the other ranks to begin step {self.announced - len(self.pending)}"
+        )
         return wait_for_agreement()
 
     def _try_read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         """Return this rank's part of the next step; None if it could not be read. `self.error` has the error."""
-        self.context.watch.note(f"reading the records of step {self.announced}")
+        self.context.watch.note_progress(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:
             if self.error:

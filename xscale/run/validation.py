@@ -48,10 +48,10 @@ class Validation:
         self.best = recipe.checkpoint.best or ""
         """The path TASK/ROW/METRIC of the number by which the best checkpoint is chosen, or an empty string."""
         if self.best:
-            context.cpu_group.value_from_main(lambda: self.read_earlier_evaluations(step))
+            context.cpu_group.value_from_main(lambda: self.read_evaluations_and_write_best(step))
         self.lines = JsonLines(context.out / EVALS if recipe.eval.tasks and context.cpu_group.is_main else None, step)
 
-    def read_earlier_evaluations(self, step: int) -> None:
+    def read_evaluations_and_write_best(self, step: int) -> None:
         """Note the numbers of the evaluations up to `step`, and write the name of the best checkpoint. Rank 0 only.
         Raises UserError if evals.jsonl has no line of the checkpoint that the file `best` names."""
         path = self.context.out / EVALS
@@ -97,14 +97,14 @@ class Validation:
                 file.unlink(missing_ok=True)
         return {checkpoints.step_from_name(best)} if best else set()
 
-    def evaluate_and_compare_if_due(self, step: int) -> bool:
+    def evaluate_if_due_and_check_if_best(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
         checkpoints, by the number that checkpoint.best names."""
         section = self.recipe.eval
         if not section.tasks or (step % section.every and step != self.recipe.train.steps):
             return False
         self.metrics.reduce_and_report_steps()
-        self.context.watch.note(f"evaluating after step {step}")
+        self.context.watch.note_progress(f"evaluating after step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
@@ -126,7 +126,7 @@ class Validation:
 
     def report_results(self, step: int, results: dict[str, Results], seconds: float) -> None:
         """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
-        self.lines.write(
+        self.lines.add_line_for_next_flush(
             {
                 "step": step,
                 "results": results,

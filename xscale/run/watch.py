@@ -98,7 +98,7 @@ class Watch:
         self.write_end = write_end
         self.doing = "starting"
         self.progress = [0, 0]
-        """The number of the step in which this rank is, and the number of calls of `note` in this step."""
+        """The number of the step in which this rank is, and the number of calls of `note_progress` in this step."""
         self.clock = 0.0
         """The seconds of watching, without those in which this process was suspended, as by SIGSTOP or SLURM."""
         self.idle = 0.0
@@ -111,10 +111,10 @@ class Watch:
         """The seconds between two checks."""
         self.first_warning = min(FIRST_WARNING_SECONDS, self.limit / 2)
         # Each function has its own thread, because a file system may hold up the report.
-        for function in (self._check_until_closed, self._report_until_closed):
+        for function in (self._end_if_stalled_until_closed, self._write_beats_and_warn_until_closed):
             threading.Thread(target=function, daemon=True).start()
 
-    def note(self, doing: str) -> None:
+    def note_progress(self, doing: str) -> None:
         """Record that the rank makes progress, and what it does next. The main thread calls this several times in each
         step."""
         self.doing = doing
@@ -128,8 +128,8 @@ class Watch:
     def close(self) -> None:
         self.closed.set()
 
-    def _check_until_closed(self) -> None:
-        """Until `close`, check whether this rank makes progress."""
+    def _end_if_stalled_until_closed(self) -> None:
+        """Until `close`, check whether this rank makes progress, and end the process if it has stalled."""
         seen = [*self.progress]
         progress = 0.0
         checked = time.monotonic()
@@ -144,7 +144,7 @@ class Watch:
             if self.idle >= self.limit:
                 self._end_process()
 
-    def _report_until_closed(self) -> None:
+    def _write_beats_and_warn_until_closed(self) -> None:
         """Warn while this rank makes no progress, each time after twice the seconds. Write what this rank is doing:
         from time to time, and often while it makes no progress."""
         written_at = -math.inf
