@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.data.scripts import check_language_name, choose_language_names, normalised_code_and_tags
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.removed import removed_corpus_key_or_command_error
+from xscale.removed import message_if_removed_corpus_key_or_command
 from xscale.strict_yaml import parse_yaml
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -413,7 +413,7 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
         place = ".".join(map(str, problem["loc"]))
         text = f"{problem['input']!r}: {problem['msg'].partition(' or instance of ')[0]}"
         if problem["type"] == "extra_forbidden":
-            remedy = removed_corpus_key_or_command_error(str(problem["loc"][-1]))
+            remedy = message_if_removed_corpus_key_or_command(str(problem["loc"][-1]))
             text = (
                 "unknown key. "
                 f"{remedy or 'Remove the key, or move it to the place that docs/reference/corpus.md names'}"

@@ -272,7 +272,7 @@ def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepMod
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     save(module, loader, path / "checkpoints" / "step_00000007")
-    export.find_and_export_checkpoint(path, path / "hf")
+    export.export_and_return_checkpoint(path, path / "hf")
     return module.eval(), path, path / "hf"
 
 
@@ -347,7 +347,7 @@ def test_an_export_to_nowhere_is_refused_before_the_work(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(export, "load_model_of_run", lambda path: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="file/hf cannot be written"):
-        export.find_and_export_checkpoint(ended[1], tmp_path / "file" / "hf")
+        export.export_and_return_checkpoint(ended[1], tmp_path / "file" / "hf")
 
 
 @pytest.mark.slow
@@ -378,11 +378,11 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
     """Those of a pair's two sentences; none where both sentences have type 0, or types are languages."""
     with_segments = loader_of(demo, "tlm", "data.segments=true")
     save(launch.module(with_segments), with_segments, tmp_path / "segments")
-    export.find_and_export_checkpoint(tmp_path / "segments", tmp_path / "hf-segments")
+    export.export_and_return_checkpoint(tmp_path / "segments", tmp_path / "hf-segments")
     loader = loader_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
     module = launch.module(loader)
     save(module, loader, tmp_path / "checkpoint")
-    export.find_and_export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
+    export.export_and_return_checkpoint(tmp_path / "checkpoint", tmp_path / "hf")
     segments = AutoTokenizer.from_pretrained(tmp_path / "hf-segments")("a cat", "a dog")["token_type_ids"]
     assert sorted(segments) == segments and set(segments) == {0, 1}
     for path in (ended[2], tmp_path / "hf"):
@@ -395,7 +395,7 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
 def test_a_run_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
     for use in (
-        lambda: export.find_and_export_checkpoint(tmp_path, tmp_path / "hf"),
+        lambda: export.export_and_return_checkpoint(tmp_path, tmp_path / "hf"),
         lambda: load_initial_model(tmp_path, 0),
     ):
         with pytest.raises(UserError, match=rf"the run {tmp_path} has no complete checkpoint .*status.json says how"):
@@ -419,16 +419,16 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(ended[1] / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
     with pytest.raises(UserError, match=rf"{tmp_path}/checkpoints/best does not exist.*checkpoint\.best"):
-        export.find_and_export_checkpoint(tmp_path, tmp_path / "hf", best=True)
+        export.export_and_return_checkpoint(tmp_path, tmp_path / "hf", best=True)
     (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
-    assert export.find_and_export_checkpoint(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
+    assert export.export_and_return_checkpoint(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
     assert checkpoints.resolve_checkpoint(tmp_path).name == "step_00000009", "no newer one is there"
 
 
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """huggingface_hub reads what was written, also after the card is written again."""
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "run" / "checkpoints")
-    export.find_and_export_checkpoint(tmp_path / "run", tmp_path / "hf")
+    export.export_and_return_checkpoint(tmp_path / "run", tmp_path / "hf")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.language, card.data.license, card.data.model_name) == (["en", "xx", "yy"], "unknown", "hf")
     assert "does not say which sources the streams read" in card.text and "- `en-xx`, fingerprint `" in card.text
@@ -483,7 +483,7 @@ def test_an_export_is_pushed_to_the_hub(
 def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], demo: Path, tmp_path: Path) -> None:
     """Their output are the whole model's states at that layer, so that retrieval is the same."""
     whole, (source,) = ExportedModel(ended[2]), find_sources([demo / "heldout"])
-    export.find_and_export_checkpoint(ended[1], tmp_path / "hf", layers=1)
+    export.export_and_return_checkpoint(ended[1], tmp_path / "hf", layers=1)
     cut = ExportedModel(tmp_path / "hf")
     layers = [model.encoder.lm.config.num_hidden_layers for model in (whole, cut)]
     assert layers == [2, 1] and cut.headless
@@ -494,7 +494,7 @@ def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], dem
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert card.data.pipeline_tag == "feature-extraction" and "the first 1 layers of the encoder" in card.text
     with pytest.raises(UserError, match=r"--layers 3: the model has 2 layers"):
-        export.find_and_export_checkpoint(ended[1], tmp_path / "other", layers=3)
+        export.export_and_return_checkpoint(ended[1], tmp_path / "other", layers=3)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -518,7 +518,7 @@ def test_pipelines_of_transformers_read_an_export(
         loader = loader_of(demo, "mlm", "streams.mlm.language_embeddings=true")
         save(launch.module(loader), loader, tmp_path / "checkpoint")
         path = tmp_path / "hf"
-        export.find_and_export_checkpoint(tmp_path / "checkpoint", path)
+        export.export_and_return_checkpoint(tmp_path / "checkpoint", path)
     ours, text = ExportedModel(path), "the dog [MASK] a cat"
     ids = torch.tensor(ours.tokenizer.hf(text)["input_ids"])
     n, place = len(ids), (ids == ours.tokenizer.mask_id).nonzero().item()
@@ -605,7 +605,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     (init / "2_Dense" / "model.safetensors").write_bytes(b"weights")
     loader = loader_of(demo, "mlm", f"model.init={init}")
     read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
-    export.find_and_export_checkpoint(
+    export.export_and_return_checkpoint(
         save(launch.module(loader), loader, tmp_path / "checkpoint", sources=read), tmp_path / "hf"
     )
     assert read_modules_json(tmp_path / "hf") == read_modules_json(init)
@@ -639,7 +639,7 @@ def test_sentence_transformers_makes_our_vectors(
     """The mean, as PPA trained it, or [CLS] if asked for: vectors to 1e-5, and so retrieval."""
     from sentence_transformers import SentenceTransformer
 
-    export.find_and_export_checkpoint(ended[1], tmp_path / "hf", pooling=asked)
+    export.export_and_return_checkpoint(ended[1], tmp_path / "hf", pooling=asked)
     model, theirs, pooling = ExportedModel(tmp_path / "hf"), SentenceTransformer(str(tmp_path / "hf")), asked or "mean"
     (source,) = find_sources([demo / "heldout"])
     sides = []

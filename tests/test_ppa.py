@@ -493,7 +493,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
     logged = [entry["contrastive_accuracy/ppa"] for entry in launch.metrics(out)[-20:]]
     assert sum(logged) / 20 > 0.5
     assert "hardly differ" not in (out / "run.log").read_text()
-    export.find_and_export_checkpoint(out, tmp_path / "hf")
+    export.export_and_return_checkpoint(out, tmp_path / "hf")
     assert not (tmp_path / "hf" / "companions.pt").exists()
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
     weights = read_full_weights(out / "checkpoints" / "step_00000150")

@@ -103,7 +103,7 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     """ELECTRA: trains, exports what it trained, bit for bit, and is evaluated."""
     entries = launch.metrics(runs / "electra")
     assert sum(entry["loss"] for entry in entries[-4:]) < sum(entry["loss"] for entry in entries[:4])
-    export.find_and_export_checkpoint(runs / "electra", tmp_path / "hf")
+    export.export_and_return_checkpoint(runs / "electra", tmp_path / "hf")
     weights = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").state_dict()
     trained = read_full_weights(checkpoints.resolve_checkpoint(runs / "electra"))
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)

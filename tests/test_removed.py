@@ -56,9 +56,9 @@ def test_a_flag_that_one_command_lost_names_its_substitute_there_only(monkeypatc
     monkeypatch.setitem(removed.FLAGS, "eval.run --not_a_flag", "use --another")
     program, _, flag = key.partition(" ")
     monkeypatch.setattr(sys, "argv", [f"/usr/{program.replace('.', '/')}.py"])
-    assert removed.removed_flag_error(flag) == f"{flag} is no longer part of xscale: {removed.FLAGS[key]}"
+    assert removed.message_if_removed_flag(flag) == f"{flag} is no longer part of xscale: {removed.FLAGS[key]}"
     monkeypatch.setattr(sys, "argv", ["/usr/xscale/train.py"])
-    assert removed.removed_flag_error(flag) == ""
+    assert removed.message_if_removed_flag(flag) == ""
 
 
 @pytest.mark.parametrize("key", ["streams.*.not_a_field", "train.not_a_field", *removed.FIELDS])
@@ -101,7 +101,7 @@ def test_a_removed_command_names_its_substitute(monkeypatch, capsys, module: str
     monkeypatch.setitem(removed.COMMANDS, "data_tools.not_a_tool", "use another")
     assert not (ROOT / f"{module.replace('.', '/')}.py").exists()
     expected = f"{module} is no longer part of xscale: {removed.COMMANDS[module]}"
-    assert removed.removed_corpus_key_or_command_error(module) == expected
+    assert removed.message_if_removed_corpus_key_or_command(module) == expected
     package, _, tool = module.rpartition(".")
     if package == "data_tools":
         monkeypatch.setattr(sys, "argv", ["xscale", "data", tool])

@@ -63,7 +63,7 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
         assert not [start for start in starts if start % 8], "in 16 bits, each weight begins at a multiple of 16 bytes"
     assert len(AutoTokenizer.from_pretrained(demo / "tokenizer")) % 8, "the vocabulary's bias would not"
     for step in (0, STEPS):
-        export.find_and_export_checkpoint(out / "checkpoints" / f"step_{step:08d}", tmp_path / str(step))
+        export.export_and_return_checkpoint(out / "checkpoints" / f"step_{step:08d}", tmp_path / str(step))
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "0").train()
     losses = plain_loop(model, arguments)
     trained = AutoModelForMaskedLM.from_pretrained(tmp_path / str(STEPS)).state_dict()

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from xscale import __version__
 from xscale.errors import TOOLS
-from xscale.removed import removed_corpus_key_or_command_error
+from xscale.removed import message_if_removed_corpus_key_or_command
 
 MODULES = {
     "train": "xscale.train",
@@ -85,7 +85,7 @@ def print_usage_and_exit(word: str, module_of_word: str, usage: str) -> NoReturn
         sys.exit(0)
     print(usage, file=sys.stderr)
     if word:
-        removed = removed_corpus_key_or_command_error(module_of_word)
+        removed = message_if_removed_corpus_key_or_command(module_of_word)
         print(
             f"error: {removed or f'{word!r} is unknown. Use one of the names in the list above'}",
             file=sys.stderr,

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xscale.removed import removed_flag_error
+from xscale.removed import message_if_removed_flag
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
 """The name of the package of the data tools. It differs between a wheel and a checkout."""
@@ -92,7 +92,7 @@ class RankError(UserError):
 
 
 @contextmanager
-def sys_exit_as_error(caller: str) -> Iterator[None]:
+def sys_exit_as_runtime_error(caller: str) -> Iterator[None]:
     """A context that turns sys.exit, called by `caller`, into a RuntimeError, because a run that exits would look
     complete."""
     try:
@@ -105,7 +105,7 @@ def sys_exit_as_error(caller: str) -> Iterator[None]:
 def adding_note(note: str) -> Iterator[None]:
     """A context that adds `note`, such as the name of a plug-in, to the errors that are raised in it."""
     try:
-        with sys_exit_as_error(note):
+        with sys_exit_as_runtime_error(note):
             yield
     except Exception as error:
         error.add_note(note)
@@ -141,7 +141,7 @@ def check_arguments(words: list[str]) -> None:
     """Raise UserError if an argument is empty (for example from an unset variable), is not UTF-8, or is a removed
     flag."""
     for before, word in zip(["", *words], words, strict=False):
-        if removed := removed_flag_error(word):
+        if removed := message_if_removed_flag(word):
             raise UserError(removed)
         if not word or (word.startswith("--") and word.endswith("=")):
             place = word or before

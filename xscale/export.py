@@ -68,7 +68,7 @@ def export_and_push(args: argparse.Namespace) -> ExitCode:
     """Do what the flags say, and return the exit code 0. Raises UserError."""
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
         raise UserError(f"--push {args.push} is not the name of a repository on the Hugging Face Hub. Write USER/NAME")
-    path = find_and_export_checkpoint(args.source, args.out, args.best, args.pooling, args.layers)
+    path = export_and_return_checkpoint(args.source, args.out, args.best, args.pooling, args.layers)
     print(f"exported {path} to {args.out}")
     if args.push:
         push_to_hub(args.out, args.push)
@@ -76,7 +76,7 @@ def export_and_push(args: argparse.Namespace) -> ExitCode:
     return 0
 
 
-def find_and_export_checkpoint(
+def export_and_return_checkpoint(
     source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None
 ) -> Path:
     """Export a checkpoint, or a run's newest checkpoint, and return the path of the checkpoint. best: export the run's
@@ -153,7 +153,7 @@ def write_exported_model(
         write_sentence_transformers_files(partial, choice, config, longest)
         if card:
             card.save(partial / "README.md")
-        files.apply_umask(partial)
+        files.apply_umask_recursively(partial)
 
 
 def write_old_tokenizer_class(tokenizer_config: Path) -> None:

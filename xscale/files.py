@@ -136,11 +136,11 @@ def checked_partial_path(path: Path) -> Path:
 def rename_into_place(partial: Path, path: Path) -> None:
     """Rename `partial`, which several processes may have written together, to `path`."""
     if not partial.is_dir():
-        sync_to_disk(partial)
+        fsync_file_or_directory(partial)
     elif path.is_dir():
         path.rmdir()
     os.replace(partial, path)
-    sync_to_disk(path.parent)
+    fsync_file_or_directory(path.parent)
 
 
 def check_writable_and_make_parent(path: Path) -> None:
@@ -159,8 +159,8 @@ def check_writable_and_make_parent(path: Path) -> None:
         raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}). Choose another folder") from None
 
 
-def check_output_file(path: Path) -> None:
-    """Raise UserError if `path`, the value of --out, cannot be written as a file."""
+def check_output_file_and_make_parent(path: Path) -> None:
+    """Raise UserError if `path`, the value of --out, cannot be written as a file. Its folder is made."""
     if path.is_dir():
         raise UserError(f"--out {path} is a directory. Choose a file")
     check_writable_and_make_parent(path)
@@ -274,7 +274,7 @@ def exists_or_is_hub_name(path: Path | str) -> bool:
     return Path(path).exists() or (looks_like_name and not has_folder)
 
 
-def apply_umask(folder: Path) -> None:
+def apply_umask_recursively(folder: Path) -> None:
     """Give a folder and its contents the modes of the umask, because only the owner can read files that safetensors
     writes."""
     mask = os.umask(0)
@@ -283,7 +283,7 @@ def apply_umask(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def sync_to_disk(path: Path) -> None:
+def fsync_file_or_directory(path: Path) -> None:
     """Sync a file's content, or a directory's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -291,7 +291,7 @@ class CpuGroup:
             dist.broadcast_object_list(values, src=0, group=self.group)
         return unwrap_or_raise_user_error(values[0])
 
-    def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
+    def divide_work_and_gather(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
         raised on all ranks."""
         values = result_or_caught_user_error(lambda: [work() for work in works[self.rank :: self.size]])

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError, indent_lines
-from xscale.removed import removed_or_hugging_face_field_error
+from xscale.removed import message_if_removed_or_hugging_face_field
 from xscale.strict_yaml import parse_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -644,7 +644,7 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
     for name, value in fields.items():
         if name not in ("until", *allowed):
             problems.append(
-                removed_or_hugging_face_field_error(name)
+                message_if_removed_or_hugging_face_field(name)
                 or f"{name}: a phase cannot change this field. A phase can change {', '.join(sorted(allowed))}"
             )
         elif name not in ("until", "data.languages_add"):
@@ -692,7 +692,7 @@ def field_names(cls: Any) -> list[str]:
 def unknown_or_removed_key_message(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
     return (
-        removed_or_hugging_face_field_error(name)
+        message_if_removed_or_hugging_face_field(name)
         or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
     )
 

@@ -123,7 +123,7 @@ COMMANDS: dict[str, str] = {
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 
 
-def removed_flag_error(word: str) -> str:
+def message_if_removed_flag(word: str) -> str:
     """Return the error about a word of the command line that is a removed flag, such as --data_change=append, or ""."""
     flag = word.partition("=")[0]
     program = ".".join(Path(sys.argv[0]).with_suffix("").parts)
@@ -134,7 +134,7 @@ def removed_flag_error(word: str) -> str:
     return ""
 
 
-def removed_or_hugging_face_field_error(name: str) -> str:
+def message_if_removed_or_hugging_face_field(name: str) -> str:
     """Return the error about a field of a recipe that was removed or has another name here, such as streams.mlm.tokens,
     or ""."""
     for pattern, substitute in FIELDS.items():
@@ -146,7 +146,7 @@ def removed_or_hugging_face_field_error(name: str) -> str:
     return ""
 
 
-def removed_corpus_key_or_command_error(name: str) -> str:
+def message_if_removed_corpus_key_or_command(name: str) -> str:
     """Return the error about a removed key of corpus.yaml, such as opus, or the module of a removed command, such as
     xscale.doctor, or ""."""
     substitute = CORPUS_KEYS.get(name) or COMMANDS.get(name)

@@ -37,7 +37,7 @@ from xscale.errors import (
     check_arguments,
     redact_and_escape,
     run_and_exit,
-    sys_exit_as_error,
+    sys_exit_as_runtime_error,
 )
 from xscale.ranks import CpuGroup, Process
 from xscale.run.run_status import FAULT, LOST_RANK, Status, exit_code_and_message
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         status = None if args.dry_run else Status(args.out, process)
         default_to_demo_data(args, process)
-        with sys_exit_as_error("a part of the run"):
+        with sys_exit_as_runtime_error("a part of the run"):
             if status:
                 return join_group_and_train(args, process, status)
             dry_run(args, process)

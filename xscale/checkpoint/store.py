@@ -205,7 +205,7 @@ def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> 
     files.write_text(partial / MANIFEST, manifest_json_with_hash(manifest))
     files.remove(final)
     partial.rename(final)
-    files.sync_to_disk(final.parent)
+    files.fsync_file_or_directory(final.parent)
     files.write_text(final.parent / LATEST, final.name)
 
 
@@ -222,7 +222,7 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
     """Sync a file to disk, and return its entry in the manifest."""
-    files.sync_to_disk(path)
+    files.fsync_file_or_directory(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 

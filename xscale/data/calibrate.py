@@ -47,7 +47,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, cpu_group: CpuGroup) -> Calibratio
     fits = list[Callable[[], tuple[float, float]]]()
     for source in sources:
         fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, records))
-    fitted = Calibration(cpu_group.divide_work(fits), {})
+    fitted = Calibration(cpu_group.divide_work_and_gather(fits), {})
     by_phase = list[dict[str, Correction]]()
     for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
         context = Schedule.constant(shared_collate_context(corpus, phase))
@@ -56,7 +56,7 @@ def calibrate(recipe: Recipe, corpus: Corpus, cpu_group: CpuGroup) -> Calibratio
         for stream in streams:
             works.append(partial(measure_correction, stream, phase, dataset, fitted))
         names = [stream.name for stream in streams]
-        by_phase.append(dict(zip(names, cpu_group.divide_work(works), strict=True)))
+        by_phase.append(dict(zip(names, cpu_group.divide_work_and_gather(works), strict=True)))
     return Calibration(fitted.lines, by_phase[-1], by_phase[:-1])
 
 

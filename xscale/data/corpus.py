@@ -145,7 +145,7 @@ def check_file_sizes_against_index(sources: list[Source], cpu_group: CpuGroup) -
     def check(number: int) -> None:
         map_in_threads(Source.check_local_file, owners[number :: cpu_group.size], shards[number :: cpu_group.size])
 
-    cpu_group.divide_work([partial(check, number) for number in range(cpu_group.size)])
+    cpu_group.divide_work_and_gather([partial(check, number) for number in range(cpu_group.size)])
 
 
 # Streams

@@ -178,7 +178,7 @@ def gather_probe_words_on_rank_0(
     for language in languages:
         show_progress = partial(note_progress, f"counting tokens of {language}")
         counts.append(partial(distinct_token_ids_in_sample, language, corpus.sources, corpus.tokenizer, show_progress))
-    tokens = dict(zip(languages, cpu_group.divide_work(counts), strict=True))
+    tokens = dict(zip(languages, cpu_group.divide_work_and_gather(counts), strict=True))
     if not cpu_group.is_main:
         return {}
     return collect_probe_words(lexicons, corpus.lexicons, corpus.unseen, tokens)

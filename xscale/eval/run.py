@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 def evaluate(args: argparse.Namespace) -> ExitCode:
     """Evaluate the model by all tasks of the flags, and return the exit code. Raises UserError."""
     if args.out:
-        files.check_output_file(args.out)
+        files.check_output_file_and_make_parent(args.out)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} is too small; the minimum is 1")
     sources = find_sources(args.data)

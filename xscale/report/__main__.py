@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_report(args: argparse.Namespace) -> ExitCode:
     """Write the page of runs (folders) and of result files. Return the exit code 0. Raises UserError."""
-    files.check_output_file(args.out)
+    files.check_output_file_and_make_parent(args.out)
     try:
         from xscale.report.page import render_page
         from xscale.report.read import read_results, read_run

@@ -111,7 +111,7 @@ def check_flags_and_packages(args: argparse.Namespace) -> None:
     for module in ("seqeval", "accelerate"):
         if not find_spec(module):
             raise UserError(f"the package {module} is not installed. Run `pip install 'xscale[eval]'`")
-    files.check_output_file(Path(args.out))
+    files.check_output_file_and_make_parent(Path(args.out))
 
 
 def read_language_files(task: AnyTask, values: list[str], flag: str, limit: int | None) -> Texts:
