@@ -13,7 +13,7 @@ from xscale.errors import (
     escape_unprintable,
     flush_output,
     print_error_or_reraise,
-    reader_has_ended,
+    stdout_reader_has_ended,
 )
 
 
@@ -27,7 +27,7 @@ def run_tool_and_exit(main: Callable[[], None]) -> None:
         main()
         flush_output()
     except BrokenPipeError:
-        if not reader_has_ended():
+        if not stdout_reader_has_ended():
             raise
         os._exit(READER_ENDED)  # a normal exit would fail to write the rest of the output
     except (UserError, MachineError, OSError) as error:

@@ -18,8 +18,8 @@ from xscale.data.scripts import find_exact_name_or_spellings, parse_language
 from xscale.data.shards import Source
 from xscale.data.text import read_decompressed_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
-from xscale.errors import UserError, can_be_encoded
-from xscale.files import find_empty_or_placeholder, list_visible_files_recursively
+from xscale.errors import UserError, can_be_encoded_as_utf8
+from xscale.files import describe_empty_or_placeholder, list_visible_files_recursively
 from xscale.record import Record, parse_json, record_from_members
 
 from .corpus import SourceSpec
@@ -68,7 +68,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     """Yield the units of a source, at most `source.first` units with texts. Raises UserError."""
     complete = 0
     for unit in READERS[source.format](source):
-        if not can_be_encoded("".join(unit.texts)):
+        if not can_be_encoded_as_utf8("".join(unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800, "
                 "which UTF-8 cannot encode. Correct the text"
@@ -405,7 +405,7 @@ def read_parquet_or_data_set_rows(source: SourceSpec) -> Iterator[Unit]:
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    problem = find_empty_or_placeholder(path)
+    problem = describe_empty_or_placeholder(path)
     if problem:
         raise UserError(problem)
     with pyarrow.parquet.ParquetFile(path) as table:

@@ -138,7 +138,7 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
         pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
         assert set(map(tuple, withheld.pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
         assert set(map(tuple, trained.pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
-        assert seen and len(withheld.queries)
+        assert seen and len(withheld.distinct_queries)
 
 
 def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
@@ -150,7 +150,8 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return collect_probe_words([lexicon], read, 0.3, tokens)[MetricKey("alignment", "de-en")].queries.tolist()
+        probes = collect_probe_words([lexicon], read, 0.3, tokens)
+        return probes[MetricKey("alignment", "de-en")].distinct_queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -244,6 +245,6 @@ def test_too_few_words_have_no_score(
         caplog.clear()
         with caplog.at_level("INFO"):
             withheld, trained = gather_probe_words_on_rank_0(loader.corpus, CpuGroup(), lambda doing: None).values()
-        left_out = f"does not read, but there are only {len(withheld.queries)}. Use a larger dictionary"
+        left_out = f"does not read, but there are only {len(withheld.distinct_queries)}. Use a larger dictionary"
         assert (left_out in caplog.text) == noted
         assert withheld.translation_accuracy(table) is None and trained.translation_accuracy(table) is not None

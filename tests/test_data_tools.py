@@ -23,7 +23,7 @@ from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.run.describe import start_notes
+from xscale.run.describe import notes_before_first_step
 from xscale.run.resolve import resolve_run
 
 
@@ -404,7 +404,7 @@ def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     recipe, corpus = resolve_run("mixed", [], [made])
     read = {s.name: [corpus.sources[n].directory.name for n in s.sources] for s in corpus.streams.last}
     assert read["alignlm"] == read["word_contrast"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
-    (note,) = [line for line in start_notes(recipe, corpus) if "alignlm" in line]
+    (note,) = [line for line in notes_before_first_step(recipe, corpus) if "alignlm" in line]
     assert "pairs_yy" in note and "no word alignments" in note
 
 

@@ -107,7 +107,7 @@ def test_files_and_their_types(tmp_path: Path) -> None:
         (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "mp_rank_00_model_states.pt").touch()
     assert private.model_state_path(tmp_path).name == "mp_rank_00_model_states.pt"
-    assert [int(path.name.split("_")[4]) for path in private.partition_paths(tmp_path)] == [0, 9, 10]
+    assert [int(path.name.split("_")[4]) for path in private.optimizer_partition_paths(tmp_path)] == [0, 9, 10]
     for name in private.KNOWN_TYPES:
         module, _, kind = name.rpartition(".")
         assert isinstance(getattr(importlib.import_module(module), kind), type), name

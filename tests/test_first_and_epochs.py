@@ -19,7 +19,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
-from xscale.run.describe import start_notes
+from xscale.run.describe import notes_before_first_step
 
 pytestmark = pytest.mark.usefixtures("quick_calibration")
 
@@ -156,7 +156,8 @@ def test_epochs_come_before_steps(texts: Path, demo: Path, tmp_path: Path) -> No
     loader = loader_of(texts, demo, str(path))
     resolved = loader.recipe
     assert resolved.train.steps == 52
-    assert "train.epochs is 2, so the run has 52 steps. train.steps is ignored" in start_notes(resolved, loader.corpus)
+    notes = notes_before_first_step(resolved, loader.corpus)
+    assert "train.epochs is 2, so the run has 52 steps. train.steps is ignored" in notes
     path.write_text(yaml.safe_dump(resolved.to_dict(), sort_keys=False))
     assert loader_of(texts, demo, str(path)).recipe == resolved
 

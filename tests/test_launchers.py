@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests import launch
 from xscale import ranks, train
-from xscale.errors import DirectoryTaken, UserError, set_up_user_signals
+from xscale.errors import DirectoryTaken, UserError, block_sigusr2_and_trace_on_sigusr1
 from xscale.ranks import Process
 from xscale.run.run_status import DONE, STATUS, STOPPED, Status, check_folder_is_free_or_own, exit_code_and_message
 from xscale.run.watch import StopRequest
@@ -207,7 +207,7 @@ def take_early_signals(folder: Path) -> None:
     """A run whose signals come between the first line of a command and its imports."""
     with (folder / "stacks").open("w") as stacks:
         os.dup2(stacks.fileno(), 2)
-    set_up_user_signals()
+    block_sigusr2_and_trace_on_sigusr1()
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR1)
     stop = StopRequest(None)

@@ -42,7 +42,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.run import resolve
-from xscale.run.describe import unclear_file_name_warnings, unread_entries_beside_lexicon_warnings
+from xscale.run.describe import ambiguous_dictionary_name_warnings, unread_entries_beside_lexicon_warnings
 
 
 @pytest.fixture
@@ -171,9 +171,9 @@ def test_a_dictionary_of_several_languages_of_the_data_is_told(dictionary, token
         load_lexicon(path, tokenizer, languages)
     source = SimpleNamespace(directory=path.parent.parent / "en-zh_TW")
     corpus = SimpleNamespace(sources=[source], languages=languages)
-    assert unclear_file_name_warnings(corpus) == [f"warning: the run does not read a dictionary. {message}"]
+    assert ambiguous_dictionary_name_warnings(corpus) == [f"warning: the run does not read a dictionary. {message}"]
     corpus.languages = ["en", "zh_TW"]
-    assert unclear_file_name_warnings(corpus) == []
+    assert ambiguous_dictionary_name_warnings(corpus) == []
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:

@@ -18,7 +18,7 @@ from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
 from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipe_names
 from xscale.run.describe import learning_rate_warnings
-from xscale.run.resolve import check_starting_weights
+from xscale.run.resolve import check_recipe_suits_starting_weights
 
 NAMES = [name for name in shipped_recipe_names() if name.startswith("paper/")]
 
@@ -240,10 +240,10 @@ def test_a_recipe_starts_from_the_weights_that_it_suits(
 ) -> None:
     sets = sets_of_model(tmp_path, sets, trained_by_xscale)
     if words is None:
-        check_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
+        check_recipe_suits_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
     else:
         with pytest.raises(UserError, match=words):
-            check_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
+            check_recipe_suits_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
 
 
 @pytest.mark.parametrize(

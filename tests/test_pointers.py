@@ -13,7 +13,7 @@ from xscale.data.shards import find_sources
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import find_empty_or_placeholder
+from xscale.files import describe_empty_or_placeholder
 from xscale.models.build import read_model_and_has_trained_head
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 123456\n"
@@ -38,13 +38,13 @@ XML_ERROR = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied<
 def test_what_stands_in_the_place_of_a_file(tmp_path, content, said) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    problem = find_empty_or_placeholder(path)
+    problem = describe_empty_or_placeholder(path)
     assert problem is None if said is None else problem.startswith(f"{path} ") and said in problem
 
 
 def test_a_pipe_is_not_read(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert find_empty_or_placeholder(tmp_path / "pipe") is None
+    assert describe_empty_or_placeholder(tmp_path / "pipe") is None
 
 
 @pytest.fixture(scope="module")

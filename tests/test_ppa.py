@@ -36,7 +36,7 @@ from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import HasQueue, Parts, ppa
 from xscale.ranks import Process
 from xscale.run import start as prefilling
-from xscale.run.describe import start_notes
+from xscale.run.describe import notes_before_first_step
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule, Sums
 from xscale.step.step import compute_row_loss, optimizer_step, precompute_and_gather_states
@@ -415,7 +415,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     notes = prefill_queues(engine, loader, place)
     note = "filling the queue of streams.ppa, which has {} of 17 sentence vectors"
     assert notes == [note.format(7), note.format(14)], "after each batch of 7 keys, but for the last"
-    warm_up = prefilling.prefill_loader_of_stream(loader, loader.last_streams[0])
+    warm_up = prefilling.make_loader_for_prefill(loader, loader.last_streams[0])
     filling, stream = (
         [
             key
@@ -510,10 +510,10 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
 
 def test_advice(demo: Path) -> None:
     loader = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999")
-    notes = "\n".join(start_notes(loader.recipe, loader.corpus))
+    notes = "\n".join(notes_before_first_step(loader.recipe, loader.corpus))
     assert "streams.ppa.momentum: 0.999 is too large" in notes and "1,000 steps" in notes
     loader = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99")
-    advised = start_notes(loader.recipe, loader.corpus)
+    advised = notes_before_first_step(loader.recipe, loader.corpus)
     assert not any("streams.ppa" in line for line in advised)
     assert ppa.option_warnings(ppa.PpaOptions(momentum=0.96), 600, 40) and not ppa.option_warnings(
         ppa.PpaOptions(momentum=0.95), 600, 40

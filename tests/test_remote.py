@@ -23,7 +23,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
-from xscale.eval.in_training import find_task_sources
+from xscale.eval.in_training import find_and_check_task_sources
 from xscale.ranks import Process
 from xscale.recipe import EvalTask
 from xscale.run.run_status import MACHINE, exit_code_and_message
@@ -148,7 +148,7 @@ def test_a_run_consumes_what_it_would_from_disk(
     near, far = (open_spec(at, demo, tmp_path, "data.workers=2", measured=True) for at in (corpus, server.url))
     assert launch.identity(near) == launch.identity(far)
     with pytest.raises(UserError, match="this run trains on"):
-        find_task_sources(EvalTask("heldout", [f"{server.url}/en"]), far.recipe, far.corpus)
+        find_and_check_task_sources(EvalTask("heldout", [f"{server.url}/en"]), far.recipe, far.corpus)
     steps = 10  # more than two epochs of pairs
     near_keys, far_keys = (
         [batch.record_keys for batch in loader.batches(ALONE, "cpu", initial_state(loader.last_streams), steps)]

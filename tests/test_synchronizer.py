@@ -10,7 +10,7 @@ import pytest
 
 from xscale.metric_keys import count_key
 from xscale.ranks import Process
-from xscale.run.synchronizer import StepSynchronizer, steps_ahead
+from xscale.run.synchronizer import StepSynchronizer, steps_announced_ahead
 
 STEPS, RANKS, AHEAD = 40, 2, 2
 TLM = count_key("tlm", "mlm")
@@ -102,7 +102,7 @@ def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
 
 
 def test_messages_are_sent_further_ahead_by_more_ranks() -> None:
-    assert [steps_ahead(world) for world in (1, 2, 64, 128, 1024)] == [2, 2, 2, 3, 10]
+    assert [steps_announced_ahead(world) for world in (1, 2, 64, 128, 1024)] == [2, 2, 2, 3, 10]
 
 
 @pytest.mark.parametrize("steps", [0.1, 0.9, AHEAD])

@@ -27,9 +27,9 @@ from xscale.dry_run import dry_run
 from xscale.errors import LOG, UserError
 from xscale.eval.in_training import (
     check_metric_is_measured,
-    find_streams_for_heldout_text,
-    find_task_sources,
+    find_and_check_task_sources,
     make_heldout_loader,
+    make_heldout_streams,
     measure_heldout_losses,
 )
 from xscale.eval.retrieval import retrieval_accuracies
@@ -217,7 +217,9 @@ def test_a_language_that_the_run_lacks_is_refused(demo: Path, heldout: Path) -> 
     )
     for name in ("retrieval", "heldout"):
         with pytest.raises(UserError, match=r"pairs has text in xx, but the --data of this run has no text"):
-            find_task_sources(EvalTask(name=name, data=[str(heldout / "pairs")]), loader.recipe, loader.corpus)
+            find_and_check_task_sources(
+                EvalTask(name=name, data=[str(heldout / "pairs")]), loader.recipe, loader.corpus
+            )
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +243,10 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    measured = {s.name: (s.sources, s.samples) for s in find_streams_for_heldout_text(recipe, corpus, sources)}
+    measured = {s.name: (s.sources, s.samples) for s in make_heldout_streams(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "word_contrast": second}
-    measured = {stream.name for stream in find_streams_for_heldout_text(recipe, corpus, sources[:1])}
+    measured = {stream.name for stream in make_heldout_streams(recipe, corpus, sources[:1])}
     assert measured == {"tlm", "ppa"}, "without any links, the other objectives are measured"
 
 

@@ -284,7 +284,7 @@ def model_state_path(checkpoint: Path) -> Path:
     return next(checkpoint.glob("*mp_rank_00_model_states.pt"))
 
 
-def partition_paths(checkpoint: Path) -> list[Path]:
+def optimizer_partition_paths(checkpoint: Path) -> list[Path]:
     """Return the paths of the optimizer's partitions in the order of ranks; [] at stage 0."""
     files = checkpoint.glob("*zero_pp_rank_*_optim_states.pt")
     return sorted(files, key=lambda file: int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]))

@@ -26,7 +26,7 @@ from xscale.run.describe import (
 )
 from xscale.run.resolve import build_initial_module, fit_rows_into_gpu_memory
 from xscale.run.resume import find_starting_checkpoint, restore_or_measure_calibration
-from xscale.run.start import prepare_run
+from xscale.run.start import resolve_and_check_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
 from xscale.step.engine import check_objectives_support_stage
@@ -46,7 +46,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     hardware = hardware_or_planned_gpu(args.ds_config) if args.ranks else Hardware.of_this_process()
-    run = prepare_run(args, process, hardware, CpuGroup())
+    run = resolve_and_check_run(args, process, hardware, CpuGroup())
     run_status.check_folder_is_free_or_own(args.out, run.identity, args.resume)
     checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, CpuGroup())
     print(*run.notes, sep="\n")

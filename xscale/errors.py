@@ -102,7 +102,7 @@ def sys_exit_as_runtime_error(caller: str) -> Iterator[None]:
 
 
 @contextmanager
-def adding_note(note: str) -> Iterator[None]:
+def adding_note_to_errors(note: str) -> Iterator[None]:
     """A context that adds `note`, such as the name of a plug-in, to the errors that are raised in it."""
     try:
         with sys_exit_as_runtime_error(note):
@@ -148,14 +148,14 @@ def check_arguments(words: list[str]) -> None:
             if not place.startswith("-"):
                 place = f"the argument after {before or 'the command'}"
             raise UserError(f"{place} is empty, perhaps because a shell variable is not set. Write a value")
-        if not can_be_encoded(word):
+        if not can_be_encoded_as_utf8(word):
             raise UserError(
                 f"the argument {word!r} is not UTF-8. If the argument is the name of a file, rename the file, or set "
                 "LC_ALL to a locale with the encoding of the file name"
             )
 
 
-def can_be_encoded(text: str) -> bool:
+def can_be_encoded_as_utf8(text: str) -> bool:
     """Return whether UTF-8 can encode the text. It cannot encode unpaired surrogates, which JSON may have."""
     try:
         text.encode()
@@ -177,7 +177,7 @@ def flush_output() -> None:
         sys.stdout.flush()
 
 
-def reader_has_ended() -> bool:
+def stdout_reader_has_ended() -> bool:
     """Return whether no process reads the standard output any more, as in `xscale data inspect DIR | head`."""
     output = select.poll()
     output.register(1, 0)
@@ -210,7 +210,7 @@ def run_and_exit(main: Callable[[], ExitCode]) -> NoReturn:
     try:
         code = main()
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and reader_has_ended():
+        if isinstance(error, BrokenPipeError) and stdout_reader_has_ended():
             code = READER_ENDED
         else:
             code = 1
@@ -234,7 +234,7 @@ def env_number(variable: str, default: int) -> int:
     return int(value)
 
 
-def set_up_user_signals() -> None:
+def block_sigusr2_and_trace_on_sigusr1() -> None:
     """Block SIGUSR2 in this process and in all processes that it starts. The signal stays pending until run/watch.py
     reads it.
 

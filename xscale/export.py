@@ -149,14 +149,14 @@ def write_exported_model(
     with files.atomic_write(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        write_old_tokenizer_class(partial / "tokenizer_config.json")
+        name_tokenizer_class_for_transformers_4(partial / "tokenizer_config.json")
         write_sentence_transformers_files(partial, choice, config, longest)
         if card:
             card.save(partial / "README.md")
         files.apply_umask_recursively(partial)
 
 
-def write_old_tokenizer_class(tokenizer_config: Path) -> None:
+def name_tokenizer_class_for_transformers_4(tokenizer_config: Path) -> None:
     """Write the tokenizer's class under its name in transformers 4, which transformers 5 reads, too."""
     fields = json.loads(tokenizer_config.read_text(encoding="utf-8"))
     if fields.get("tokenizer_class") == "TokenizersBackend":

@@ -44,10 +44,10 @@ PLACEHOLDERS = {
 """Downloads and clones may leave something else in the place of a file. Its first bytes, in lower case -> what it is,
 and the remedy."""
 HEAD_BYTES = 512
-"""The number of bytes of a file in which `find_placeholder` looks."""
+"""The number of bytes of a file in which `describe_placeholder` looks."""
 
 
-def find_placeholder(head: bytes) -> str | None:
+def describe_placeholder(head: bytes) -> str | None:
     """Return what was found in the place of a file's content, with the remedy, such as "is a pointer of Git LFS ...",
     or None. head: the file's first bytes, before any decompression."""
     start = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -59,7 +59,7 @@ def find_placeholder(head: bytes) -> str | None:
     return None
 
 
-def find_empty_or_placeholder(path: Path, *patterns: str) -> str | None:
+def describe_empty_or_placeholder(path: Path, *patterns: str) -> str | None:
     """Return a message if a file is empty, or has a pointer or an error page in the place of its content:
     "model/model.safetensors is a pointer of Git LFS ...". Return None if there is no such file.
 
@@ -73,7 +73,7 @@ def find_empty_or_placeholder(path: Path, *patterns: str) -> str | None:
         if file.is_file():
             with suppress(OSError), file.open("rb") as opened:
                 head = opened.read(HEAD_BYTES)
-                problem = find_placeholder(head) if head else "is empty. Copy or download the file again"
+                problem = describe_placeholder(head) if head else "is empty. Copy or download the file again"
                 if problem:
                     return f"{file} {problem}"
     return None
@@ -297,7 +297,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_entries_backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_ends_and_entries_backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
     Lines that are incomplete, or have no step, are left out."""
     data = path.read_bytes()

@@ -612,7 +612,7 @@ def build_phases(
         fields = fields if isinstance(fields, dict) else {}
         phase_problems = list[str]()
         end = steps_until_end_of_phase(fields.get("until"), end, recipe.train.steps, phase_problems)
-        phase_tree = apply_phase(recipe, fields, tree, phase_problems)
+        phase_tree = copy_tree_with_phase_fields(recipe, fields, tree, phase_problems)
         if not phase_problems:
             phase_recipe = build_recipe_without_phases(phase_tree, objectives, phase_problems, is_phase=True)
             built.append(Phase(fields, round(end), phase_recipe))
@@ -634,7 +634,9 @@ def steps_until_end_of_phase(until: Any, begin: float, steps: int, problems: lis
     return end
 
 
-def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def copy_tree_with_phase_fields(
+    recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]
+) -> dict[str, Any]:
     """Return a copy of the tree with the fields of a phase."""
     allowed = list(IN_PHASES)
     for name, stream in recipe.streams.items():

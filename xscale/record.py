@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from xscale.errors import can_be_encoded
+from xscale.errors import can_be_encoded_as_utf8
 
 _BOM = "\ufeff"
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -73,7 +73,7 @@ class Record(NamedTuple):
                 f"record {key!r} has `links` {links!r} and `doc` {doc!r}. `links` must be a string, such as '0-0 1-2', "
                 "or absent. `doc` must be a string or a whole number, or absent"
             )
-        if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
+        if isinstance(key, str) and not key.isascii() and not can_be_encoded_as_utf8(key):
             raise ValueError(f"record {key!r}: the key has an unpaired surrogate, which UTF-8 cannot encode")
         return cls(str(key), langs, texts, links, doc)
 
@@ -88,11 +88,11 @@ class Shard(NamedTuple):
     idx_crc32: int
 
 
-def parse_json(data: bytes, unique_fields: bool = True) -> Any:
-    """Return the value of a JSON text. unique_fields: refuse a field that occurs twice, which takes more time. Raises
-    ValueError."""
+def parse_json(data: bytes, refuse_repeated_fields: bool = True) -> Any:
+    """Return the value of a JSON text. refuse_repeated_fields: refuse a field that occurs twice, which takes more
+    time. Raises ValueError."""
     try:
-        return (_decode_once if unique_fields else json.loads)(data.decode().removeprefix(_BOM))
+        return (_decode_once if refuse_repeated_fields else json.loads)(data.decode().removeprefix(_BOM))
     except UnicodeDecodeError as error:
         raise ValueError(f"the text is not UTF-8 ({error})") from None
     except (json.JSONDecodeError, RecursionError) as error:

@@ -11,11 +11,11 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from xscale.errors import find_launchers, set_up_user_signals
+from xscale.errors import block_sigusr2_and_trace_on_sigusr1, find_launchers
 
 if __name__ == "__main__":
     # Before the imports, which take seconds, and in which a signal may come or a launcher may be killed.
-    set_up_user_signals()
+    block_sigusr2_and_trace_on_sigusr1()
     find_launchers()
 
 import argparse

@@ -64,7 +64,7 @@ class SavedPartitions:
         groups of their own, see parameter_groups_by_decay.
         """
         self.model = private.load_checkpoint_file(private.model_state_path(path))
-        self.files = private.partition_paths(path)
+        self.files = private.optimizer_partition_paths(path)
         self.opened: dict[int, list[SavedSlice]] = {}
         """Number of a rank -> its slice of each group, for files that are open."""
         self.places: dict[str, SavedPlace] = {}

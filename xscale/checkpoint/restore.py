@@ -18,7 +18,7 @@ from xscale.deepspeed_private import (
     load_checkpoint_file,
     loading_known_types_only,
     model_state_path,
-    partition_paths,
+    optimizer_partition_paths,
     weights_and_states_of_stage_0,
 )
 from xscale.models.build import dropout_fields, load_pretrained, set_neutral_token_type_to_mean
@@ -43,7 +43,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, cpu_group: CpuGroup) -> Non
 
 def read_full_weights(path: Path) -> dict[str, Tensor]:
     """Return the fp32 weights of the whole module in a checkpoint, by name. ZeRO partitions are joined."""
-    if partition_paths(path):
+    if optimizer_partition_paths(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # hides DeepSpeed's progress bars and remarks

@@ -34,7 +34,7 @@ from xscale.data.shards import Source, sorted_pair_name
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, begins_with_unspaced_script
-from xscale.errors import UserError, adding_note
+from xscale.errors import UserError, adding_note_to_errors
 from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import CpuGroup, Process
 from xscale.recipe import Recipe, Schedule
@@ -148,7 +148,9 @@ class StepDataset(Dataset):
             for _, sample in groupby(row_examples, key=lambda example: example.sample_number):
                 samples.append(list(sample))
             row_context = replace(context, row=row * plan.world + plan.rank)
-            with adding_note(f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"):
+            with adding_note_to_errors(
+                f"streams.{stream.name}: the function collate of the objective {stream.objective_name}"
+            ):
                 stream_batch = stream.objective.collate(samples, stream.options, row_context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             stream_batches.append(

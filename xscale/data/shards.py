@@ -36,7 +36,7 @@ from xscale.data.ragged import evenly_spaced_indices
 from xscale.data.remote import Remote, cache_folder, fetch_remote_index
 from xscale.data.text import stripped_piece_of_text
 from xscale.errors import UserError
-from xscale.files import PARTIAL, check_link_is_not_broken, find_empty_or_placeholder, sha256_file
+from xscale.files import PARTIAL, check_link_is_not_broken, describe_empty_or_placeholder, sha256_file
 from xscale.record import Record, Shard, parse_json, parse_tar_sample
 
 FORMAT_VERSION = 2
@@ -183,7 +183,7 @@ class Source:
             size = os.stat(path).st_size
             if size == shard.bytes:
                 return
-            if size and (pointer := find_empty_or_placeholder(Path(path))):
+            if size and (pointer := describe_empty_or_placeholder(Path(path))):
                 raise UserError(pointer)
             problem = f"has {size:,} bytes"
         raise UserError(
@@ -294,7 +294,7 @@ class Source:
         """Return the record that these bytes are, with the program's names of languages. Raises UserError."""
         try:
             if self.layout == "lines":
-                parsed = Record.from_dict(parse_json(data, unique_fields=False))
+                parsed = Record.from_dict(parse_json(data, refuse_repeated_fields=False))
             else:
                 parsed = parse_tar_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
@@ -419,7 +419,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         if type(version) is int and version == FORMAT_VERSION:
             return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if pointer := find_empty_or_placeholder(path):
+        if pointer := describe_empty_or_placeholder(path):
             raise UserError(pointer) from None
         reason = f"the field `{error.args[0]}` is missing" if isinstance(error, KeyError) else error
         raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 import zstandard
 
 from xscale.errors import UserError
-from xscale.files import find_placeholder
+from xscale.files import describe_placeholder
 
 _BLOCK = 1 << 16
 """The number of bytes that are read at once."""
@@ -73,7 +73,7 @@ def read_decompressed_blocks(path: Path, accept_utf16: bool = False) -> Iterator
             packed = path.suffix in _DECODERS
             size = _PACKED_BLOCK if packed else _BLOCK
             head = file.read(size)
-            problem = find_placeholder(head) if head else "is empty. Use a file with text"
+            problem = describe_placeholder(head) if head else "is empty. Use a file with text"
             if problem:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))

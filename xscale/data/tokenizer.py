@@ -12,7 +12,7 @@ import numpy as np
 
 from xscale.data.words import TokenWords, begins_with_unspaced_script, token_words
 from xscale.errors import UserError
-from xscale.files import exists_or_is_hub_name, find_empty_or_placeholder
+from xscale.files import describe_empty_or_placeholder, exists_or_is_hub_name
 
 
 class PairTemplate(NamedTuple):
@@ -126,7 +126,7 @@ class Tokenizer:
             )
         # Forked workers would hang if they inherited the tokenizer's threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        pointer = find_empty_or_placeholder(Path(path), "*.json", "vocab.*", "merges.txt", "*.model")
+        pointer = describe_empty_or_placeholder(Path(path), "*.json", "vocab.*", "merges.txt", "*.model")
         if pointer:  # transformers may read the three lines of a Git LFS pointer as a vocabulary
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:

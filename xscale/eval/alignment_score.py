@@ -51,7 +51,7 @@ class ProbeWords:
     """The ids of the tokens of the target language's text and of the dictionary's target words."""
 
     @property
-    def queries(self) -> np.ndarray:
+    def distinct_queries(self) -> np.ndarray:
         """Return the distinct source tokens [Q]."""
         return np.unique(self.pairs_P2[:, 0])
 
@@ -59,9 +59,9 @@ class ProbeWords:
     def translation_accuracy(self, table_VH: Tensor) -> float | None:
         """Return the share of queries whose nearest neighbour in the embedding table is a translation; None for fewer
         than FEWEST queries."""
-        if len(self.queries) < FEWEST:
+        if len(self.distinct_queries) < FEWEST:
             return None
-        queries_Q = torch.from_numpy(self.queries).to(table_VH.device)
+        queries_Q = torch.from_numpy(self.distinct_queries).to(table_VH.device)
         targets_C = torch.from_numpy(self.targets_C).to(table_VH.device)
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
         nearest: list[int] = []
@@ -70,7 +70,7 @@ class ProbeWords:
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
         entries = set(map(tuple, self.pairs_P2.tolist()))
-        right = entries.intersection(zip(self.queries.tolist(), nearest, strict=True))
+        right = entries.intersection(zip(self.distinct_queries.tolist(), nearest, strict=True))
         return len(right) / len(nearest)
 
 
@@ -108,11 +108,12 @@ def collect_probe_words(
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
         probes[MetricKey("alignment", name)] = withheld
         probes[MetricKey("alignment_trained", name)] = ProbeWords(pairs_P2[is_trained], targets_C)
-        if withheld_share and len(withheld.queries) < FEWEST:
+        if withheld_share and len(withheld.distinct_queries) < FEWEST:
             LOG.warning(
                 f"the metric alignment/{name} is not measured. The metric needs {FEWEST} words of the dictionary that "
-                f"are single tokens and that training does not read, but there are only {len(withheld.queries)}. Use a "
-                "larger dictionary, a larger data.lexicon_heldout, or a tokenizer with a larger vocabulary"
+                "are single tokens and that training does not read, but there are only "
+                f"{len(withheld.distinct_queries)}. Use a larger dictionary, a larger data.lexicon_heldout, or a "
+                "tokenizer with a larger vocabulary"
             )
     return probes
 
@@ -157,7 +158,7 @@ def evaluate(
     scores: Scores = {}
     for metric, words in collect_probe_words(measured, lexicons, model.lexicon_heldout, tokens).items():
         suffix = " trained" if metric.name == "alignment_trained" else ""
-        scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
+        scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.distinct_queries)
         score = words.translation_accuracy(model.encoder.embeddings)
         if score is not None:
             scores[directions[metric.stream] + suffix] = score

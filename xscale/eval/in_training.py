@@ -56,7 +56,7 @@ def make_task_functions(
             )
         else:
             model = ModelInTraining(loader.recipe, loader.corpus, engine)
-            sources = find_task_sources(task, loader.recipe, loader.corpus)
+            sources = find_and_check_task_sources(task, loader.recipe, loader.corpus)
             show_progress()
             texts = [read_texts(source, task.limit) for source in sources]
             functions[task.name] = partial(measure_retrieval, model, sources, texts, show_progress)
@@ -73,17 +73,17 @@ def check_eval_tasks(recipe: Recipe, corpus: Corpus, stage: int, cpu_group: CpuG
                 "then `xscale eval`)"
             )
         try:
-            sources = find_task_sources(task, recipe, corpus)
+            sources = find_and_check_task_sources(task, recipe, corpus)
             check_file_sizes_against_index(sources, cpu_group)
             rows = [ALL, *(source.sorted_langs_name for source in sources)]
             if task.kind == "heldout":
-                rows = [stream.name for stream in find_streams_for_heldout_text(recipe, corpus, sources)]
+                rows = [stream.name for stream in make_heldout_streams(recipe, corpus, sources)]
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
-        check_row_of_best(recipe.checkpoint.best or "", task.name, rows)
+        check_task_has_row_of_best(recipe.checkpoint.best or "", task.name, rows)
 
 
-def check_row_of_best(metric_path: str, task: str, rows: list[str]) -> None:
+def check_task_has_row_of_best(metric_path: str, task: str, rows: list[str]) -> None:
     """Raise UserError if checkpoint.best names a row that the task does not have. metric_path: TASK/ROW/METRIC, or an
     empty string. rows: the names with which the task's rows begin; a language or a folder may follow."""
     named_task, _, row_and_metric = metric_path.partition("/")
@@ -95,7 +95,7 @@ def check_row_of_best(metric_path: str, task: str, rows: list[str]) -> None:
         )
 
 
-def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
+def find_and_check_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
     """Return the sources that the task reads. Raises UserError if the run trains on one of them or has no text in a
     language of theirs, and if a task of retrieval has no pairs."""
     sources = find_sources([*map(parse_location, task.data)], recipe.data.cache)
@@ -124,7 +124,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 # Held-out losses
 
 
-def find_streams_for_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
+def make_heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
     """Return the streams that can read held-out sources, with all their records as one step. Raises UserError if there
     is none, and if only some pairs of a source have the word links that a stream needs."""
     streams = list[Stream]()
@@ -157,12 +157,12 @@ def find_streams_for_heldout_text(recipe: Recipe, corpus: Corpus, sources: list[
 def make_heldout_loader(task: EvalTask, loader: Loader) -> Loader:
     """Return a loader whose first step has all records of a task of held-out losses. Raises UserError."""
     recipe = loader.recipe
-    sources = find_task_sources(task, recipe, loader.corpus)
+    sources = find_and_check_task_sources(task, recipe, loader.corpus)
     calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
     tokens = source_sizes(sources, calibration, "tokens")
     streams = list[Stream]()
     measured = {}
-    for stream in find_streams_for_heldout_text(recipe, loader.corpus, sources):
+    for stream in make_heldout_streams(recipe, loader.corpus, sources):
         if stream.reads_running_text:
             text = sum(tokens[source] for source in stream.sources)
             stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))

@@ -209,7 +209,7 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
     rows: list[ResultsRow] = []
     for folder in args.texts:
         parallel = find_parallel_files(folder)
-        warn_of_other_files(folder, parallel)
+        warn_of_unread_files(folder, parallel)
         for name, paths in parallel.items():
             has_english = "en" in map(short_code, paths)
             for langs in combinations(sorted(paths), 2):
@@ -248,7 +248,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     return {name: paths for name, paths in texts.items() if len(paths) > 1}
 
 
-def warn_of_other_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> None:
+def warn_of_unread_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> None:
     """Warn of the files in a folder that are not read. parallel: the result of find_parallel_files."""
     read = {path for paths in parallel.values() for path in paths.values()}
     others = [

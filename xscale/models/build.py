@@ -21,7 +21,7 @@ from xscale import rng
 from xscale.data.corpus import Corpus
 from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.errors import LOG, UserError
-from xscale.files import exists_or_is_hub_name, find_empty_or_placeholder
+from xscale.files import describe_empty_or_placeholder, exists_or_is_hub_name
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position_id
 from xscale.recipe import Recipe
@@ -84,7 +84,7 @@ def read_model_and_has_trained_head(
             init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files raise many types
-        pointer = find_empty_or_placeholder(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
+        pointer = describe_empty_or_placeholder(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
         if pointer:
             raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
         raise UserError(

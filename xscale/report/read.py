@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from xscale.errors import UserError
 from xscale.eval.bootstrap import REPLICATES, Score, ScoreName, ScoreTree, named_values
-from xscale.files import read_entries_backwards
+from xscale.files import read_ends_and_entries_backwards
 from xscale.metric_keys import MetricKey
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "step_s", "skipped")
@@ -98,7 +98,7 @@ def read_intact_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, in order. Broken lines are left out. Without the file, return []."""
     if not path.is_file():
         return []
-    return [entry for _, entry in read_entries_backwards(path)][::-1]
+    return [entry for _, entry in read_ends_and_entries_backwards(path)][::-1]
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:

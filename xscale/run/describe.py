@@ -22,7 +22,7 @@ HOT = 2e-4
 """A run that starts from a public encoder warns if its peak learning rate is higher than this."""
 
 
-def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
+def notes_before_first_step(recipe: Recipe, corpus: Corpus) -> list[str]:
     """Return the lines to print before the first step."""
     weights = resolve_init_to_hugging_face(recipe.model.init) or "random"  # of a run, the checkpoint that is read
     lines = [f"peak learning rate {recipe.train.lr:g}, dropout {recipe.model.dropout:g}, initial weights: {weights}"]
@@ -42,7 +42,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         if not recipe.data.lexicons:
             lines += unread_entries_beside_lexicon_warnings(lexicon)
     if not recipe.data.lexicons:
-        lines += unclear_file_name_warnings(corpus)
+        lines += ambiguous_dictionary_name_warnings(corpus)
     for stream in corpus.streams.last:
         lines += advice_and_unlinked_source_notes(recipe, corpus, stream)
     return lines
@@ -67,7 +67,7 @@ def unread_entries_beside_lexicon_warnings(lexicon: Lexicon) -> list[str]:
     return lines
 
 
-def unclear_file_name_warnings(corpus: Corpus) -> list[str]:
+def ambiguous_dictionary_name_warnings(corpus: Corpus) -> list[str]:
     """Return a warning for each dictionary near the shards whose file name can mean several languages of the shards,
     such as en-zh.txt for zh-Hans and zh-Hant. The run does not read these dictionaries."""
     folders = set[Path]()

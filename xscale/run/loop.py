@@ -148,7 +148,7 @@ class Trainer:
             "skipped": engine.skipped_steps - skipped,
             "tokens": agreed.cost["tokens"],
             "samples": agreed.samples,
-            "too_long": agreed.too_long_pairs(),
+            "too_long": agreed.too_long_pair_count(),
             "data_wait_s": self.synchronizer.read_s,
         }
         if engine.fp16_enabled():

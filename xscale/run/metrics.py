@@ -65,7 +65,10 @@ class JsonLines:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            size = next((end for end, entry in files.read_entries_backwards(path) if entry["step"] <= after_step), 0)
+            size = next(
+                (end for end, entry in files.read_ends_and_entries_backwards(path) if entry["step"] <= after_step),
+                0,
+            )
             with files.atomic_write(path) as kept:
                 kept.write_bytes(path.read_bytes()[:size])
         self.file = path.open("ab", buffering=0)

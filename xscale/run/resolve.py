@@ -24,7 +24,7 @@ def resolve_run(
     """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `cpu_group` share the check
     of the files. Raises UserError."""
     recipe = load_recipe(recipe_name, sets, OBJECTIVES)
-    check_starting_weights(recipe_name, recipe, sets)
+    check_recipe_suits_starting_weights(recipe_name, recipe, sets)
     if recipe.model.dropout is None:
         dropout = configured_dropout(resolve_init_to_hugging_face(recipe.model.init))
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
@@ -53,7 +53,7 @@ def resolve_init_to_hugging_face(init: str | None) -> str | Path | None:
     return init
 
 
-def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
+def check_recipe_suits_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
     """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
     who gives train.lr, or model.init=null, by --set gets no error."""
     init = recipe.model.init

@@ -106,7 +106,7 @@ def find_resume_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Check
     if checkpoint := checkpoints.find_newest_undamaged(path, cpu_group):
         return checkpoint
     metrics = out / "metrics.jsonl"
-    if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.read_entries_backwards(metrics))):
+    if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.read_ends_and_entries_backwards(metrics))):
         raise UserError(
             f"the run in {out} has trained, but {path} has no undamaged checkpoint. A checkpoint without "
             f"{checkpoints.MANIFEST} counts as damaged. Restore a checkpoint from a copy, or move {out} to another "
@@ -115,7 +115,7 @@ def find_resume_checkpoint(out: Path, resume: str, cpu_group: CpuGroup) -> Check
     return None
 
 
-def withdraw_later_checkpoints(out: Path, checkpoint: Checkpoint) -> None:
+def rename_later_checkpoints_to_partial(out: Path, checkpoint: Checkpoint) -> None:
     """Make the checkpoints in `out` of steps after `checkpoint` partial, and let `latest` name `checkpoint`, from which
     --resume DIR continues the run; the next save removes the partial ones. Without this, a later start would continue
     from them, and not from the steps that are done again. Rank 0 only."""

@@ -52,9 +52,9 @@ class ResolvedRun:
 def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, status: run_status.Status) -> ExitCode:
     """Train one run in the existing process group: check it, claim its folder, set up the training, train. args: the
     arguments of train.py. Returns the exit code."""
-    run = prepare_run(args, process, Hardware.of_this_process(), cpu_group)
+    run = resolve_and_check_run(args, process, Hardware.of_this_process(), cpu_group)
     steps = run.recipe.train.steps
-    context = claim_folder(args, run, process, cpu_group, status)
+    context = lock_folder_and_start_watch(args, run, process, cpu_group, status)
     with closing(context.watch):
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, cpu_group)
         if checkpoint and checkpoint.step >= steps:
@@ -75,7 +75,9 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
     return code
 
 
-def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, cpu_group: CpuGroup) -> ResolvedRun:
+def resolve_and_check_run(
+    args: argparse.Namespace, process: Process, hardware: Hardware, cpu_group: CpuGroup
+) -> ResolvedRun:
     """Find and check the recipe, the corpus and the settings of a run on this hardware. All ranks call it together.
     Raises UserError."""
     recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, cpu_group)
@@ -83,11 +85,11 @@ def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, 
     check_eval_tasks(recipe, corpus, config.stage, cpu_group)
     check_ranks_agree(args, recipe, corpus, config, cpu_group)
     ranks.set_deterministic(recipe.train.deterministic)
-    notes = [*config.notes, *describe.start_notes(recipe, corpus)]
+    notes = [*config.notes, *describe.notes_before_first_step(recipe, corpus)]
     return ResolvedRun(recipe, corpus, config, hardware, run_identity(recipe, corpus), notes)
 
 
-def claim_folder(
+def lock_folder_and_start_watch(
     args: argparse.Namespace, run: ResolvedRun, process: Process, cpu_group: CpuGroup, status: run_status.Status
 ) -> RunContext:
     """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
@@ -126,7 +128,7 @@ def set_up_training(
     args: argparse.Namespace, run: ResolvedRun, context: RunContext, checkpoint: Checkpoint | None
 ) -> tuple[Trainer, Iterator[StepBatch]]:
     """Write the run's config files, build the model and the engine, and load the checkpoint. Return the trainer and the
-    batches of the steps after the checkpoint, or of all steps. With --resume DIR, later checkpoints are withdrawn."""
+    batches of the steps after the checkpoint, or of all steps. With --resume DIR, later checkpoints become partial."""
     recipe = run.recipe
     context.watch.note_progress("estimating the number of tokens of the data")
     calibration = resume.restore_or_measure_calibration(recipe, run.corpus, checkpoint, context.cpu_group)
@@ -151,7 +153,7 @@ def set_up_training(
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
             set_learning_rate(engine, recipe, checkpoint.step - 1)
         if context.process.is_main and args.resume != "auto":
-            resume.withdraw_later_checkpoints(args.out, checkpoint)
+            resume.rename_later_checkpoints_to_partial(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
     LOG.info(f"xscale {code_version()}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
@@ -211,7 +213,7 @@ def check_ranks_agree(
             )
 
 
-def prefill_loader_of_stream(loader: Loader, stream: Stream) -> Loader:
+def make_loader_for_prefill(loader: Loader, stream: Stream) -> Loader:
     """Return a loader that has only this stream and reads its data in a different order: the new name changes the
     stream's random keys."""
     name = f"{stream.name}.prefill"
@@ -233,7 +235,7 @@ def prefill_queues(
         auxiliary_state = module.auxiliary_states.get(name)
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = prefill_loader_of_stream(loader, stream)
+        warm_up = make_loader_for_prefill(loader, stream)
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")

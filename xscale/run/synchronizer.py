@@ -5,8 +5,8 @@ not read its records, was asked to stop, or asks to read metrics. Messages are s
 gloo notices at once that a rank is gone, and the host reads the sum without waiting for the device.
 
 A sum goes twice around a ring of all ranks, so its time grows with the number of ranks, and may exceed the time of a
-step. Messages are therefore sent `steps_ahead` steps ahead. The content of a step does not depend on this number, but a
-request to stop takes effect that many steps later.
+step. Messages are therefore sent `steps_announced_ahead` steps ahead. The content of a step does not depend on this
+number, but a request to stop takes effect that many steps later.
 """
 
 import time
@@ -29,7 +29,7 @@ RANKS_OF_A_STEP = 128
 """With this many more ranks, messages take about one step longer."""
 
 
-def steps_ahead(world: int) -> int:
+def steps_announced_ahead(world: int) -> int:
     """Return how many steps ahead `world` ranks send their messages: 2 for few ranks, 10 for 1,024."""
     return 2 + world // RANKS_OF_A_STEP
 
@@ -49,7 +49,7 @@ class AgreedStep(NamedTuple):
     vector_counts_of_ranks: Mapping[str, list[int]]
     """Stream -> the number of vectors that each rank computes for the auxiliary state."""
 
-    def too_long_pairs(self) -> int:
+    def too_long_pair_count(self) -> int:
         """Return the number of pairs longer than data.max_length."""
         return sum(count for key, count in self.counts.items() if key.name == "too_long")
 
@@ -63,7 +63,7 @@ class StepSynchronizer:
         self.metrics = metrics
         self.announced = done
         self.steps = steps
-        self.ahead = steps_ahead(context.process.world)
+        self.ahead = steps_announced_ahead(context.process.world)
         self.read_s = 0.0
         """The seconds for which the last call of `next_step` waited for records."""
         self.length = 0
@@ -80,14 +80,14 @@ class StepSynchronizer:
         self.read_s = 0.0
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
-            self.pending.append(self._announce(self._try_read(batches)))
+            self.pending.append(self._announce(self._read_or_store_error(batches)))
         wait_for_agreement = self.pending.popleft()
         self.context.watch.note_progress(
             f"waiting for the other ranks to begin step {self.announced - len(self.pending)}"
         )
         return wait_for_agreement()
 
-    def _try_read(self, batches: Iterator[StepBatch]) -> StepBatch | None:
+    def _read_or_store_error(self, batches: Iterator[StepBatch]) -> StepBatch | None:
         """Return this rank's part of the next step; None if it could not be read. `self.error` has the error."""
         self.context.watch.note_progress(f"reading the records of step {self.announced}")
         started = time.monotonic()
@@ -148,7 +148,7 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
         return
     raise UserError(
         f"step {step} has no tokens to predict. The number of its pairs that are longer than data.max_length "
-        f"({recipe.data.max_length} tokens) is {agreed.too_long_pairs():,}. Set more samples per step "
+        f"({recipe.data.max_length} tokens) is {agreed.too_long_pair_count():,}. Set more samples per step "
         "(streams.NAME.samples). If data.overlong is drop, the run leaves out long pairs: set a larger data.max_length "
         "or data.overlong=truncate"
     )

@@ -56,7 +56,7 @@ class Validation:
         Raises UserError if evals.jsonl has no line of the checkpoint that the file `best` names."""
         path = self.context.out / EVALS
         evaluated = set[float]()
-        for _, entry in files.read_entries_backwards(path) if path.exists() else ():
+        for _, entry in files.read_ends_and_entries_backwards(path) if path.exists() else ():
             with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
                 if entry["step"] <= step:
                     self.record_selection_metric(entry["step"], entry["results"])

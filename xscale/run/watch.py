@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from xscale import files
-from xscale.errors import LOG, find_launchers, set_up_user_signals
+from xscale.errors import LOG, block_sigusr2_and_trace_on_sigusr1, find_launchers
 from xscale.ranks import CpuGroup, Process
 from xscale.run.run_status import STUCK, Status
 
@@ -53,9 +53,9 @@ class StopRequest:
         for number in SIGNALS:
             # Nohup makes processes ignore SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                # For SIGUSR2 too, because threads older than `set_up_user_signals` may get it.
+                # For SIGUSR2 too, because threads older than `block_sigusr2_and_trace_on_sigusr1` may get it.
                 signal.signal(number, self._note_signal)
-        set_up_user_signals()
+        block_sigusr2_and_trace_on_sigusr1()
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name

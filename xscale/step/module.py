@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.data.packed_row import Row
-from xscale.errors import UserError, adding_note
+from xscale.errors import UserError, adding_note_to_errors
 from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
@@ -107,7 +107,7 @@ class StepModule(nn.Module):
     def adding_stream_to_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, its objective and the objective's function."""
         objective = self.streams[stream].objective
-        return adding_note(f"streams.{stream}: the function {function} of the objective {objective}")
+        return adding_note_to_errors(f"streams.{stream}: the function {function} of the objective {objective}")
 
     def objective_parts(self, stream: str) -> Parts:
         """Return the modules that the functions of the stream's objective get."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError, env_number
-from xscale.files import find_empty_or_placeholder
+from xscale.files import describe_empty_or_placeholder
 
 Place = str
 """The place of a row in its file, such as "line 3"."""
@@ -81,7 +81,7 @@ def read_jsonl_or_parquet(path: Path) -> Iterator[tuple[Place, Columns]]:
     UserError."""
     import datasets
 
-    problem = find_empty_or_placeholder(path)
+    problem = describe_empty_or_placeholder(path)
     if path.is_dir():
         problem = f"{path} is a folder. Use a .jsonl file, or a .parquet file from `Dataset.to_parquet`"
     if problem:
