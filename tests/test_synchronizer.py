@@ -71,7 +71,7 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     cpu_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     context: Any = SimpleNamespace(process=Process(rank, RANKS, rank, RANKS), cpu_group=cpu_group)
     context.stop = stop
-    context.watch = SimpleNamespace(note=lambda doing: None)
+    context.watch = SimpleNamespace(note_progress=lambda doing: None)
     context.locks = []
     metrics: Any = SimpleNamespace(restart_flush_timer_if_due=lambda: False)
     return StepSynchronizer(context, metrics, 0, STEPS)
