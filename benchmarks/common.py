@@ -39,7 +39,7 @@ ALONE = ranks.Process(0, 1, 0, 1)
 def demo_data(out: Path, pairs: int, vocab_size: int = 0) -> list[Path]:
     """Write the demo corpus to the folder `out`. Returns the directories for --data. vocab_size: the least number of
     ids of its tokenizer, of which the last ones are unused."""
-    demo_corpus.build(out, pairs, mono=pairs)
+    demo_corpus.write_raw_files_and_shards(out, pairs, mono=pairs)
     path = out / "tokenizer/tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]

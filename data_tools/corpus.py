@@ -80,7 +80,7 @@ class Rules(Strict):
     compared together."""
 
     @property
-    def paths(self) -> list[str]:
+    def needed_files(self) -> list[str]:
         """Return the paths of the files that the rules need: evaluation text and a language identification model."""
         if isinstance(self.lid, str):
             return [*self.exclude, self.lid]
@@ -135,7 +135,7 @@ class SourceSpec(Strict):
         return next(name for name in FORMATS if getattr(self, name) is not None)
 
     @property
-    def paths(self) -> list[str]:
+    def all_paths(self) -> list[str]:
         """Return the source's files and folders, followed by the files of its links, as corpus.yaml names them."""
         paths = getattr(self, self.format)
         paths = [paths] if isinstance(paths, str) else list(paths)
@@ -144,9 +144,9 @@ class SourceSpec(Strict):
         return paths
 
     @property
-    def file_with_links(self) -> str:
-        """Return the file that has the word links."""
-        return self.links if isinstance(self.links, str) else self.paths[0]
+    def links_or_first_path(self) -> str:
+        """Return the file that has the word links: the file `links`, or the TSV or folder of shards."""
+        return self.links if isinstance(self.links, str) else self.all_paths[0]
 
     @property
     def is_webdataset(self) -> bool:
@@ -244,7 +244,7 @@ class HeldoutSpec(Strict):
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
 
-    def wanted_count(self, group: tuple[str, ...]) -> int:
+    def wanted_pair_or_sentence_count(self, group: tuple[str, ...]) -> int:
         """Return the number of pairs of two languages, or of sentences of one language, that corpus.yaml asks for."""
         return self.pairs if len(group) == 2 else self.mono
 
@@ -310,7 +310,7 @@ class Corpus(Strict):
         return sorted(set[str]().union(*(source.langs for source in self.sources)))
 
     @property
-    def directions_to_word_align(self) -> list[tuple[str, ...]]:
+    def language_pairs_to_word_align(self) -> list[tuple[str, ...]]:
         """Return the ordered pairs of languages whose pairs are aligned; [] without `align`."""
         if not self.align:
             return []
@@ -329,7 +329,7 @@ def is_tar_location(shards: str) -> bool:
 
 def default_name(source: SourceSpec) -> str:
     """Return a name of the first file and the languages, such as `wiki.en`."""
-    file_name = source.paths[0].rstrip("/").rpartition("/")[2]
+    file_name = source.all_paths[0].rstrip("/").rpartition("/")[2]
     stem = re.sub(r"[^\w-]", "_", file_name.partition(".")[0]).lstrip("-")
     languages = "-".join(source.langs)
     return f"{stem}.{languages}" if stem else languages
@@ -429,6 +429,6 @@ def validation_error_lines(error: ValidationError, prefix: str) -> list[str]:
 def check_folder_is_outside_sources(out: Path, sources: list[SourceSpec]) -> None:
     """Raise UserError if `out` is in a folder of text, where the tasks would read each other's files as text."""
     for source in sources:
-        for path in source.paths if source.text else []:
+        for path in source.all_paths if source.text else []:
             if Path(path).is_dir() and Path(path).resolve() in out.resolve().parents:
                 raise UserError(f"--out {out} is inside {path}, a folder of text. Choose a folder outside {path}")

@@ -55,7 +55,7 @@ TMX = """\
 UNIT = '<tu><tuv xml:lang="en"><seg>{}</seg></tuv><tuv xml:lang="yy"><seg>{}</seg></tuv></tu>\n'
 
 
-def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> None:
+def write_raw_files_and_shards(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> None:
     """Write the whole corpus to the directory `out`, which appears only when it is complete. pairs, mono: numbers of
     en-xx pairs, and of sentences of en and of xx. Raises UserError."""
     check_new_folder(out)
@@ -87,7 +87,7 @@ def write_corpus_yaml(path: Path, raw: Path) -> None:
 
 
 def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
-    """Write the raw files of the three languages to the folder `raw`. pairs, mono: as in `build`."""
+    """Write the raw files of the three languages to the folder `raw`. pairs, mono: see write_raw_files_and_shards."""
     lines = list[str]()
     for number in range(count_with_heldout(pairs)):
         en, xx, links = world.pair(number)
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random text (default: 0)")
     args = parser.parse_args(argv)
-    build(args.out, args.pairs, args.mono, args.seed)
+    write_raw_files_and_shards(args.out, args.pairs, args.mono, args.seed)
     print(
         f"{args.out} has a tokenizer, dictionaries, and text in English (en) and two invented languages (xx, yy): "
         f"about {args.pairs:,} en-xx pairs, {args.mono:,} en sentences and {args.mono:,} xx sentences, and a fifth as "

@@ -150,7 +150,7 @@ class Phrase(NamedTuple):
     concept: int
 
 
-def choose(rng: Random, options: Sequence[str]) -> str:
+def choose_uniformly(rng: Random, options: Sequence[str]) -> str:
     return options[int(rng.random() * len(options))]
 
 
@@ -216,7 +216,7 @@ def choose_xx_stem(rng: Random, word_class: str, en: dict[str, str], taken_forms
     while True:
         stem = ""
         for _ in range(2 if rng.random() < 0.7 else 3):
-            stem += choose(rng, ONSETS) + choose(rng, VOWELS)
+            stem += choose_uniformly(rng, ONSETS) + choose_uniformly(rng, VOWELS)
         if taken_forms.isdisjoint(stem + xx_suffix(word_class, key) for key in en):
             return stem
 
@@ -239,7 +239,7 @@ class World:
     def pair(self, index: int, other: str = "xx") -> tuple[str, str, str]:
         """Return the English text of parallel sentence `index`, its translation into `other` ("xx" or "yy"), and their
         links "i-j ..." between words and symbols."""
-        tokens = Composer(self, Random(f"{self.seed}/pair/{index}"), 0.0).sentence()
+        tokens = Composer(self, Random(f"{self.seed}/pair/{index}"), 0.0).sample_sentence()
         places = defaultdict[int, list[int]](list)
         end = 0
         for form, concepts in tokens["xx"]:
@@ -258,7 +258,7 @@ class World:
         rng = Random(f"{self.seed}/{language}/{index}")
         sentences = min(1 + int(rng.expovariate(1 / 5)), 40)
         composer = Composer(self, rng, RETURN)
-        return [sentence_text(composer.sentence(), language) for _ in range(sentences)]
+        return [sentence_text(composer.sample_sentence(), language) for _ in range(sentences)]
 
     def dictionary(self) -> list[tuple[str, str]]:
         """Return (en form, xx form) of all content words, without duplicates."""
@@ -290,19 +290,19 @@ class Composer:
         """The word that was sampled last from each pool."""
         self.concepts = count()
 
-    def sentence(self) -> dict[str, list[Token]]:
+    def sample_sentence(self) -> dict[str, list[Token]]:
         """Return the tokens of a sentence, of 5 to 22 in English, by language."""
         tokens = {"en": list[Token]()}
         while not 5 <= len(tokens["en"]) <= 22:
-            tokens = self.phrase("sentence").tokens
+            tokens = self.sample_phrase("sentence").tokens
         return tokens
 
-    def phrase(self, symbol: str) -> Phrase:
+    def sample_phrase(self, symbol: str) -> Phrase:
         """Return a phrase of GRAMMAR, or a word of a pool."""
         name, *features = symbol.split(".")
         if name not in GRAMMAR:
-            return self.word(name, ".".join(features))
-        rule = choose(self.rng, GRAMMAR[name]).format(*features)
+            return self.sample_word(name, ".".join(features))
+        rule = choose_uniformly(self.rng, GRAMMAR[name]).format(*features)
         english, _, other = rule.partition(" = ")
         parts = dict[str, Phrase]()
         tokens: dict[str, list[Token]] = {}
@@ -313,7 +313,7 @@ class Composer:
                 literal, _, part = item.removeprefix("*").rpartition("+")
                 known = part.partition(".")[0] in (*GRAMMAR, *self.pools)
                 if known and part not in parts:
-                    parts[part] = self.phrase(part)
+                    parts[part] = self.sample_phrase(part)
                 if item.startswith("*"):
                     concept = parts[part].concept
                 if literal in self.pools:
@@ -326,7 +326,7 @@ class Composer:
                     tokens[language].append((part, ()))
         return Phrase(tokens, concept)
 
-    def word(self, pool: str, key: str) -> Phrase:
+    def sample_word(self, pool: str, key: str) -> Phrase:
         """Return a word of a pool, which expresses a new concept. The n-th of N words is drawn about sqrt(N / n) times
         as often as the N-th."""
         if pool not in self.last or self.rng.random() >= self.returning:

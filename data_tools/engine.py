@@ -52,7 +52,7 @@ def replacement_file(path: Path) -> AbstractContextManager[Path]:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder_or_raise(folder: Path) -> Iterator[None]:
     """A context in which this process has the lock of a folder. Raises UserError if another process has it. After a
     kill, workers may have it for a moment."""
     fd = os.open(folder, os.O_RDONLY)

@@ -41,7 +41,7 @@ UNKNOWN = 0.002
 """A warning is printed if more than this share of the tokens of a language's text is unknown."""
 
 
-def print_sentence_lengths(lang: str, texts: list[str]) -> None:
+def print_words_per_sentence(lang: str, texts: list[str]) -> None:
     """Print how many words a sentence has: the mean, percentiles and the maximum."""
     counts = [len(words) for words, _ in split_words_and_symbols(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
@@ -136,7 +136,7 @@ def print_and_summarize_source(source: Source, tokenizer: Tokenizer | None, show
         print(f"  {about.name}  records {about.records:,}  bytes {about.bytes:,}  sha256 {about.sha256[:16]}")
     for side, lang in enumerate(source.langs):
         texts = [record.texts[side] for record in records]
-        print_sentence_lengths(lang, texts)
+        print_words_per_sentence(lang, texts)
         if tokenizer:
             tokens = np.concatenate(tokenizer.encode(texts))
             share = (tokens == tokenizer.hf.unk_token_id).mean()

@@ -30,7 +30,7 @@ from . import steps, word_aligner
 from .cleaning import cached_tokenizer, check_excluded_file_has_text, identifiable_languages, short_language_code
 from .command import check_new_folder, run_tool_and_exit
 from .corpus import Corpus, check_folder_is_outside_sources, load_corpus
-from .engine import EXECUTORS, TaskList, do_task_unless_done, done_marker_path, lock_folder, run_tasks
+from .engine import EXECUTORS, TaskList, do_task_unless_done, done_marker_path, lock_folder_or_raise, run_tasks
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus made by xscale data prepare</title>
@@ -76,7 +76,7 @@ def check_corpus(corpus: Corpus) -> None:
     be used, or if the model that identifies languages does not know a language of the corpus."""
     for source, name in zip(corpus.sources, corpus.source_names, strict=True):
         rules = corpus.rules_for(source)
-        for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
+        for path in rules.needed_files if source.is_webdataset else [*source.all_paths, *rules.needed_files]:
             if not Path(path).exists() and not (source.datasets == path and files.exists_or_is_hub_name(path)):
                 raise UserError(
                     f"source {name}: {path} not found. Correct the path, which is absolute or relative to "
@@ -96,7 +96,7 @@ def check_corpus(corpus: Corpus) -> None:
         cached_tokenizer(corpus.tokenizer)
     if corpus.lexicons:
         check_lexicons(corpus)
-    if corpus.directions_to_word_align:
+    if corpus.language_pairs_to_word_align:
         word_aligner.find_aligner()
 
 
@@ -127,7 +127,7 @@ def check_and_write_input_stamp(plan: steps.CorpusPlan, folder: Path) -> None:
     if isinstance(plan.corpus.tokenizer, str):
         paths.append(plan.corpus.tokenizer)
     for source in plan.corpus.sources:
-        paths += [*source.paths, *plan.corpus.rules_for(source).paths]
+        paths += [*source.all_paths, *plan.corpus.rules_for(source).needed_files]
     for path in map(Path, paths):
         for file in files.list_visible_files_recursively(path) if path.is_dir() else filter(Path.is_file, [path]):
             stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
@@ -211,7 +211,7 @@ def summary_text(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
     for group in corpus.language_groups:
-        lines += missing_heldout_lines(corpus, group, report["heldout"])
+        lines += missing_heldout_warnings(corpus, group, report["heldout"])
     for path in map(Path, corpus.lexicons):
         if not (out / "lexicon" / path.name).exists():
             lines.append(
@@ -222,12 +222,12 @@ def summary_text(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def missing_heldout_lines(corpus: Corpus, group: tuple[str, ...], found: dict[str, int]) -> list[str]:
+def missing_heldout_warnings(corpus: Corpus, group: tuple[str, ...], found: dict[str, int]) -> list[str]:
     """Return a line that says why less text of a group is held out than corpus.yaml asks for; [] if nothing is missing.
     found: {folder below heldout/: number of its records}."""
     folders = {"-".join(source.langs) for source in corpus.sources if source.sorted_langs == group}
     count = sum(found.get(name, 0) for name in folders)
-    wanted = corpus.heldout.wanted_count(group)
+    wanted = corpus.heldout.wanted_pair_or_sentence_count(group)
     if count >= wanted:
         return []
     kind, rule = {
@@ -247,7 +247,7 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     files.check_writable_and_make_parent(out)
     folder = files.checked_partial_path(out)
     folder.mkdir(exist_ok=True)
-    with lock_folder(folder):
+    with lock_folder_or_raise(folder):
         check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
         check_and_write_input_stamp(plan, folder)

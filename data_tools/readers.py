@@ -70,7 +70,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     for unit in READERS[source.format](source):
         if not can_be_encoded_as_utf8("".join(unit.texts)):
             raise UserError(
-                f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800, "
+                f"{source.all_paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800, "
                 "which UTF-8 cannot encode. Correct the text"
             )
         yield unit
@@ -79,14 +79,14 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
             return
     if not complete:
         raise UserError(
-            f"{', '.join(source.paths)}: the source has no text in {' and '.join(source.langs)}. Use other files, or "
-            "correct the languages of the source in corpus.yaml"
+            f"{', '.join(source.all_paths)}: the source has no text in {' and '.join(source.langs)}. Use other files, "
+            "or correct the languages of the source in corpus.yaml"
         )
 
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
     """Yield pairs of lines, or documents: WikiExtractor's, the lines between blank lines, or single lines."""
-    paths = list(map(Path, source.paths))
+    paths = list(map(Path, source.all_paths))
     if source.pairs:
         return read_text_pairs(paths)
     numbers = count(1)  # the lines of all files are numbered together
@@ -222,7 +222,7 @@ def input_files(paths: list[Path]) -> list[Path]:
 
 
 def read_tsv(source: SourceSpec) -> Iterator[Unit]:
-    path = Path(source.paths[0])
+    path = Path(source.all_paths[0])
     assert source.columns
     first, second = map(int, source.columns)
     links = int(source.links or 0)
@@ -253,7 +253,7 @@ def read_tmx(source: SourceSpec) -> Iterator[Unit]:
     de-DE."""
     from defusedxml.ElementTree import ParseError, iterparse
 
-    path = Path(source.paths[0])
+    path = Path(source.all_paths[0])
     number = 0
     try:
         elements = iterparse(BlockFile(read_decompressed_blocks(path, accept_utf16=True)), events=("start", "end"))
@@ -292,7 +292,7 @@ def translated_texts(translation_unit: Any, langs: tuple[str, ...]) -> list[str]
         if segment is not None:
             language = variant.get(XML_LANG) or variant.get("lang") or ""
             texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
-    names = find_names_of_languages(langs, texts)
+    names = find_names_of_present_languages(langs, texts)
     if len(names) < 2:
         return []
     return [texts[names[0]], texts[names[1]]]
@@ -311,7 +311,7 @@ def segment_text(element: Any, is_text: bool) -> str:
     return "".join(parts)
 
 
-def find_names_of_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
+def find_names_of_present_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
     """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. Of several names, a
     language gets the nearest: of pt and PT-BR, pt-BR gets PT-BR; of zh and zh-TW, zh-Hant gets zh-TW. A name stands for
     one language only: if zh is the only name, zh-Hans gets it and zh-Hant does not. The language with the fewest names
@@ -332,7 +332,7 @@ def spelling_distance(lang: str, name: str) -> tuple[int, int]:
 
 
 def read_json_lines(source: SourceSpec) -> Iterator[Unit]:
-    path = Path(source.paths[0])
+    path = Path(source.all_paths[0])
     for number, line in read_lines(path):
         if not line.strip():
             continue
@@ -362,9 +362,9 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
         names = list(map(str, source.columns))
     else:
         # A field `id` often has a record's number, and not Indonesian text.
-        names = find_names_of_languages(source.langs, [name for name in fields if name != "id"])
+        names = find_names_of_present_languages(source.langs, [name for name in fields if name != "id"])
         if len(names) < 2:
-            names = find_names_of_languages(source.langs, fields)
+            names = find_names_of_present_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(
             f"{place}: xscale did not find the fields with the text in {' and '.join(source.langs)}. The fields are "
@@ -385,7 +385,7 @@ def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpe
 def read_parquet_or_data_set_rows(source: SourceSpec) -> Iterator[Unit]:
     """Yield a unit for each row of a parquet file, or of a data set. Raises UserError for every exception, because
     damaged files raise exceptions of many types."""
-    name = source.paths[0]
+    name = source.all_paths[0]
     rows = parquet_rows(Path(name)) if source.parquet else data_set_rows(source)
     for number in count(1):
         try:
@@ -419,7 +419,7 @@ def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
     streamed."""
     import datasets
 
-    name = source.paths[0]
+    name = source.all_paths[0]
     if not any(Path(name, file).exists() for file in ("dataset_dict.json", "state.json")):
         streaming = not Path(name).exists()
         yield from datasets.load_dataset(name, source.config, split=source.split, streaming=streaming)
@@ -450,9 +450,9 @@ class ShardRecord(NamedTuple):
 def read_shards(source: SourceSpec) -> Iterator[Unit]:
     """Yield the pairs or documents of shards: of a folder with an index, or of tars of other programs."""
     if source.is_webdataset:
-        records = webdataset_records(source.paths[0], source.langs)
+        records = webdataset_records(source.all_paths[0], source.langs)
     else:
-        records = indexed_records(source.paths[0])
+        records = indexed_records(source.all_paths[0])
     numbered = enumerate(records, start=1)
     if source.mono:
         yield from join_paragraphs(Paragraph(n, stored.record.texts[0], stored.starts) for n, stored in numbered)
@@ -487,7 +487,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
             for record in records_of_webdataset_sample(sample, expected_langs):
                 if expected_langs and (
                     len(record.langs) != len(expected_langs)
-                    or find_names_of_languages(expected_langs, record.langs) != list(record.langs)
+                    or find_names_of_present_languages(expected_langs, record.langs) != list(record.langs)
                 ):
                     raise ValueError(
                         f"the record has texts in {', '.join(record.langs)}, but corpus.yaml gives "
@@ -509,7 +509,7 @@ def records_of_webdataset_sample(sample: dict[str, Any], default_langs: tuple[st
     if "jsonl" in sample:
         return [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
     names = [name.removesuffix(".txt") for name in sample if name.endswith(".txt")]
-    spelled = tuple(find_names_of_languages(default_langs, names))
+    spelled = tuple(find_names_of_present_languages(default_langs, names))
     return [record_from_members(sample["__key__"], sample, spelled or default_langs)]
 
 

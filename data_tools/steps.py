@@ -131,9 +131,9 @@ def source_chunks(folder: Path, source_number: int) -> list[Chunk]:
     return [chunk for chunk in all_chunks(folder) if chunk.source == source_number]
 
 
-def group_chunks(folder: Path, group: tuple[str, ...]) -> list[Chunk]:
+def group_chunks(folder: Path, language_group: tuple[str, ...]) -> list[Chunk]:
     sources = read_plan(folder).corpus.sources
-    return [chunk for chunk in all_chunks(folder) if sources[chunk.source].sorted_langs == group]
+    return [chunk for chunk in all_chunks(folder) if sources[chunk.source].sorted_langs == language_group]
 
 
 def read_json(path: Path) -> Any:
@@ -184,8 +184,8 @@ def cut_source_into_chunks(folder: Path, source_number: int) -> None:
             has_first_word = has_first_word or FIRST_WORD.search(unit.links) is not None
     if linked >= FEWEST_TO_JUDGE and not has_first_word:
         raise UserError(
-            f"{source.file_with_links}: the links of {linked:,} pairs never have the number 0, so the file probably "
-            "counts words from 1. xscale counts words from 0: subtract 1 from both numbers of each link"
+            f"{source.links_or_first_path}: the links of {linked:,} pairs never have the number 0, so the file "
+            "probably counts words from 1. xscale counts words from 0: subtract 1 from both numbers of each link"
         )
     write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
@@ -230,7 +230,7 @@ def renumber_links_to_clean_texts(unit: Unit, source: SourceSpec) -> tuple[str, 
         if unit.record:
             raise UserError(f"{unit.record}: {form}. Correct the links of the record") from None
         raise UserError(
-            f"{source.file_with_links}: line {unit.number}: {form}. Correct the line. If the aligner read "
+            f"{source.links_or_first_path}: line {unit.number}: {form}. Correct the line. If the aligner read "
             "another version of the text, such as tokenised files, pass that version by --links_src FILE --links_tgt "
             "FILE (in corpus.yaml, by `linked:`)"
         ) from None
@@ -256,10 +256,10 @@ def hashes_and_sentence_counts(units: list[Unit], source: SourceSpec, with_bands
     return np.hstack(columns)
 
 
-def write_unit_states(folder: Path, group_number: int) -> None:
+def write_selection_states(folder: Path, language_group_number: int) -> None:
     """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = read_plan(folder).corpus
-    group = corpus.language_groups[group_number]
+    group = corpus.language_groups[language_group_number]
     chunks = group_chunks(folder, group)
     tables = list[np.ndarray]()
     near_tables = list[np.ndarray]()
@@ -291,7 +291,7 @@ def write_unit_states(folder: Path, group_number: int) -> None:
             "correct the sources"
         )
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    mark_held_out_units(state, units, min(corpus.heldout.wanted_count(group), most))
+    mark_held_out_units(state, units, min(corpus.heldout.wanted_pair_or_sentence_count(group), most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -339,14 +339,14 @@ def read_units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, in
     yield from zip(units, read_selection_states(folder, chunk).tolist(), strict=True)
 
 
-def write_links_of_direction(folder: Path, direction_number: int) -> None:
-    """Give word links to all pairs of a direction that have none, by one run of the aligner."""
+def word_align_and_rewrite_chunks(folder: Path, language_pair_number: int) -> None:
+    """Give word links to all pairs of two languages that have none, by one run of the aligner."""
     corpus = read_plan(folder).corpus
-    langs = corpus.directions_to_word_align[direction_number]
+    langs = corpus.language_pairs_to_word_align[language_pair_number]
     chunks = [chunk for chunk in all_chunks(folder) if corpus.sources[chunk.source].langs == langs]
     if next(unlinked_pairs(folder, chunks), None) is None:
         return
-    path = folder / f"links/{direction_number}"
+    path = folder / f"links/{language_pair_number}"
     path.parent.mkdir(exist_ok=True)
     write_word_alignments(unlinked_pairs(folder, chunks), path)
     with path.open(encoding="utf-8") as lines:
@@ -447,7 +447,7 @@ def write_shard_and_heldout_records(folder: Path, chunk_number: int) -> None:
             removed.add(REMOVED[state], unit.texts[: len(source.langs)])
             continue
         records = make_records(unit, source.langs, corpus.source_names[chunk.source])
-        records = drop_wrong_token_counts(folder, records, source, removed)
+        records = drop_records_by_token_count(folder, records, source, removed)
         if state == HELD_OUT:
             held_out += records
         elif records:
@@ -463,7 +463,7 @@ def write_shard_and_heldout_records(folder: Path, chunk_number: int) -> None:
     write_json(folder / f"tars/{chunk_number}.json", {"counts": counts, "removed": removed.to_json()})
 
 
-def drop_wrong_token_counts(
+def drop_records_by_token_count(
     folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts
 ) -> list[Record]:
     """Return the records that the rule length.tokens keeps, if the corpus's tokenizer was trained on its text. With an
@@ -530,7 +530,7 @@ def move_and_index_source_shards(folder: Path, source_number: int) -> None:
         counts["dropped_links"] = summary["counts"]["dropped_links"]
     made_by = {
         "tool": plan.tool,
-        "input": [Path(path).name for path in source.paths],
+        "input": [Path(path).name for path in source.all_paths],
         "licence": source.licence,
         "rules": corpus.rules_for(source).model_dump(exclude={"exclude"}, mode="json"),
         "counts": counts,
@@ -539,11 +539,11 @@ def move_and_index_source_shards(folder: Path, source_number: int) -> None:
         index.build_index(out, None, made_by)
 
 
-def write_heldout_shards(folder: Path, group_number: int) -> None:
+def write_heldout_shards(folder: Path, language_group_number: int) -> None:
     """Write the shards of a group's held-out records to result/heldout/LANGUAGES, and index them."""
     plan = read_plan(folder)
     records = defaultdict[tuple[str, ...], list[Record]](list)
-    for chunk in group_chunks(folder, plan.corpus.language_groups[group_number]):
+    for chunk in group_chunks(folder, plan.corpus.language_groups[language_group_number]):
         for line in (folder / f"held/{chunk.number}").read_bytes().splitlines():
             record = Record.from_dict(parse_json(line))
             records[record.langs].append(record)
@@ -555,7 +555,7 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
         index.build_index(out, None, {"tool": plan.tool, "heldout": True})
 
 
-def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
+def write_truecased_lexicon_if_usable(folder: Path, lexicon_number: int) -> None:
     """Write a dictionary with each word in its commonest spelling in the kept text, unless the corpus's tokenizer can
     use none of its entries. Warn if its columns are probably swapped."""
     corpus = read_plan(folder).corpus
@@ -580,14 +580,14 @@ def write_truecased_lexicon(folder: Path, lexicon_number: int) -> None:
 STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source_into_chunks, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
-    "select": PrepareStep(write_unit_states, lambda folder: len(read_plan(folder).corpus.language_groups)),
+    "select": PrepareStep(write_selection_states, lambda folder: len(read_plan(folder).corpus.language_groups)),
     "align": PrepareStep(
-        write_links_of_direction, lambda folder: len(read_plan(folder).corpus.directions_to_word_align)
+        word_align_and_rewrite_chunks, lambda folder: len(read_plan(folder).corpus.language_pairs_to_word_align)
     ),
     "tokenizer": PrepareStep(write_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
     "shards": PrepareStep(write_shard_and_heldout_records, lambda folder: len(all_chunks(folder))),
     "gather": PrepareStep(move_and_index_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
     "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.language_groups)),
-    "lexicons": PrepareStep(write_truecased_lexicon, lambda folder: len(read_plan(folder).corpus.lexicons)),
+    "lexicons": PrepareStep(write_truecased_lexicon_if_usable, lambda folder: len(read_plan(folder).corpus.lexicons)),
 }
 """The steps in order."""

@@ -236,10 +236,10 @@ def _choose_alphabet(
     return kept
 
 
-def shard_texts(sources: list[Source], records_per_source: int) -> Iterator[tuple[str, str]]:
-    """Yield (language, text) of at most `records_per_source` records of each source, in shard order."""
+def read_shard_texts(sources: list[Source], max_records_per_source: int) -> Iterator[tuple[str, str]]:
+    """Yield (language, text) of at most `max_records_per_source` records of each source, in shard order."""
     for source in sources:
-        for place in source.locate_records(np.arange(min(source.records, records_per_source))):
+        for place in source.locate_records(np.arange(min(source.records, max_records_per_source))):
             yield from zip(source.langs, source.read(*place).texts, strict=True)
 
 
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_and_check_arguments(argv)
 
     def all_texts() -> Iterator[tuple[str, str]]:
-        yield from shard_texts(find_sources(args.data), args.max_records)
+        yield from read_shard_texts(find_sources(args.data), args.max_records)
         if args.text:
             for path in input_files(args.text):
                 for _, line in read_lines(path):

@@ -18,7 +18,7 @@ from xscale.errors import UserError
 from . import index, steps, word_aligner
 from .command import check_new_folder, run_tool_and_exit
 from .corpus import check_folder_is_outside_sources, parse_corpus
-from .engine import lock_folder
+from .engine import lock_folder_or_raise
 from .prepare import do_steps
 
 
@@ -105,7 +105,7 @@ def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     check_new_folder(out)
     folder = files.checked_partial_path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder):
+    with lock_folder_or_raise(folder):
         try:
             for path in folder.iterdir():  # left by a killed command
                 files.remove(path)

@@ -56,7 +56,7 @@ def build(out: Path, pairs: int, mono: int) -> None:
     write_records(pair_records(FIRST_YY, pairs // 5, "yy"), out / "pairs_yy", "pairs", size, made_by)
     for language in WRITTEN:
         write_records(mono_records(language), out / f"mono_{language}", "mono", size, made_by)
-    texts = tokenizers.shard_texts(find_sources([out]), 20_000)
+    texts = tokenizers.read_shard_texts(find_sources([out]), 20_000)
     tokenizers.train(texts, "wordpiece", 4000, lowercase=False).save_pretrained(out / "tokenizer")
     (out / "lexicon").mkdir()
     for name, flip in (("en-xx", 1), ("xx-en", -1)):

@@ -68,7 +68,7 @@ def texts_of(spec: SourceSpec) -> tuple[list[list[str]], str]:
 
 def parts_of(spec: SourceSpec) -> list[Path]:
     """All files that a reader of the source reads."""
-    below = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in map(Path, spec.paths)]
+    below = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in map(Path, spec.all_paths)]
     return [path for found in below for path in found if path.is_file()]
 
 

@@ -264,7 +264,7 @@ def test_a_text_with_too_few_words_for_the_vocabulary_is_told(kind: str, capsys:
 
 
 def test_max_records(tmp_path: Path, demo: Path) -> None:
-    texts = list(tokenizer.shard_texts([Source(demo / "pairs")], 7))
+    texts = list(tokenizer.read_shard_texts([Source(demo / "pairs")], 7))
     world = World(0)
     assert texts == [side for i in range(7) for side in zip(("en", "xx"), world.pair(i)[:2], strict=True)]
 

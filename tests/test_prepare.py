@@ -727,7 +727,7 @@ def test_no_file_of_the_work_folder_runs_anything(tmp_path: Path, monkeypatch: p
     def replace_all(folder: Path, number: int) -> None:
         for path in folder.glob("clean/*"):
             path.write_bytes(pickle.dumps(Attack()))
-        steps.write_unit_states(folder, number)
+        steps.write_selection_states(folder, number)
 
     monkeypatch.setitem(steps.STEPS, "select", steps.STEPS["select"]._replace(function=replace_all))
     with pytest.raises(ValueError):
@@ -1021,7 +1021,10 @@ def test_another_corpus_or_run_is_refused(
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     folder.mkdir()
-    with engine.lock_folder(folder), pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"):
+    with (
+        engine.lock_folder_or_raise(folder),
+        pytest.raises(UserError, match=r"another process is writing to .*out\.incomplete"),
+    ):
         run(tmp_path, tree)
     prepare.check_and_write_input_stamp(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
     (folder / "done" / "cut").mkdir(parents=True)
