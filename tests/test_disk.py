@@ -117,11 +117,11 @@ def manager_in(folder: Path) -> CheckpointManager:
 def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path) -> None:
     """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
     saver = manager_in(tmp_path / "checkpoints")
-    saver.save(0, manifest(0), after_skipped_step=False, must_succeed=False)
+    saver.save_and_remove_old(0, manifest(0), after_skipped_step=False, must_succeed=False)
     assert (saver.folder / "latest").read_text() == "step_00000000"
     saver.engine.state = Fraction(1, 2)
     with pytest.raises(UserError, match=r"optim_states.pt .*fractions.Fraction.*constraints.txt"):
-        saver.save(1, manifest(1), after_skipped_step=False, must_succeed=False)
+        saver.save_and_remove_old(1, manifest(1), after_skipped_step=False, must_succeed=False)
     assert sorted(path.name for path in saver.folder.iterdir()) == ["latest", "step_00000000"]
 
 
@@ -151,7 +151,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", looking(replace))
     saver = manager_in(folder)
     for step in (0, 1):
-        saver.save(step, manifest(step), after_skipped_step=False, must_succeed=True)
+        saver.save_and_remove_old(step, manifest(step), after_skipped_step=False, must_succeed=True)
     assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10
 
 
@@ -172,7 +172,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
         (5, True, [1, 4, 5]),
     ]:
         best |= {1} if step == 1 else set()
-        saver.save(step, manifest(step), after_skipped_step=not good, must_succeed=False)
+        saver.save_and_remove_old(step, manifest(step), after_skipped_step=not good, must_succeed=False)
         assert steps_saved(tmp_path) == stay, step
     assert saver.good == 5
 

@@ -37,7 +37,7 @@ from tests.test_encoder import CONFIGS, make
 from xscale import export, files, ranks
 from xscale.checkpoint import restore
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import load_initial_model, load_model_of_run, read_full_weights
+from xscale.checkpoint.restore import load_initial_model, read_and_broadcast_model, read_full_weights
 from xscale.data.corpus import find_tokenizer
 from xscale.data.loader import Loader
 from xscale.data.mixture import describe_sources_read
@@ -289,7 +289,7 @@ def read_on_a_rank(init: Path, folder: Path) -> None:
 def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """It sends them to the others, which have the same to the last bit."""
     assert launch.fork_ranks(2, read_on_a_rank, ended[1], tmp_path) == [0, 0]
-    lm, found = load_model_of_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    lm, found = read_and_broadcast_model(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert [reads for reads, _ in found] == [1, 0]
     for _, weights in found:
         assert all(torch.equal(weights[name], weight) for name, weight in lm.state_dict().items())
@@ -345,7 +345,7 @@ def test_an_export_to_nowhere_is_refused_before_the_work(
     ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(export, "load_model_of_run", lambda path: pytest.fail("weights were read"))
+    monkeypatch.setattr(export, "read_and_broadcast_model", lambda path: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="file/hf cannot be written"):
         export.export_and_return_checkpoint(ended[1], tmp_path / "file" / "hf")
 

@@ -115,7 +115,7 @@ def test_stage_0_continues_with_any_optimizer(kind: Any, tmp_path: Path) -> None
     train(whole)
     state = {"module": module.state_dict(), "optimizer": whole.optimizer.state_dict(), **counters}
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
-    reshard.load_engine_state(resumed, tmp_path)
+    reshard.load_weights_and_optimizer_state(resumed, tmp_path)
     train(whole)
     train(resumed)
     for name, value in whole.module.state_dict().items():

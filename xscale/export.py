@@ -18,7 +18,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import load_model_of_run
+from xscale.checkpoint.restore import read_and_broadcast_model
 from xscale.data.tokenizer import load_transformers_tokenizer
 from xscale.errors import ExitCode, UserError, run_and_exit, run_command
 from xscale.eval.retrieval import POOLINGS
@@ -86,7 +86,7 @@ def export_and_return_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
     files.check_writable_and_make_parent(out)
-    lm: Any = load_model_of_run(path)
+    lm: Any = read_and_broadcast_model(path)
     checkpoint = checkpoints.read_checkpoint(path)
     choice = choose_pooling(checkpoint.identity["recipe"], pooling, layers)
     card = make_model_card(checkpoint, lm.config, out.resolve().name, choice, layers)

@@ -22,8 +22,8 @@ WrittenFilesOrOSError = dict[str, dict[str, Any]] | OSError
 
 
 class CheckpointManager:
-    """Saves the engine of one run. All ranks call `save` together: each rank writes its files, syncs them to disk and
-    hashes them, and rank 0 publishes the checkpoint if no rank has failed."""
+    """Saves the engine of one run. All ranks call `save_and_remove_old` together: each rank writes its files, syncs
+    them to disk and hashes them, and rank 0 publishes the checkpoint if no rank has failed."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class CheckpointManager:
         """Return the directory into which the ranks write a checkpoint before it is published."""
         return files.checked_partial_path(self.path_of_step(step))
 
-    def save(self, step: int, manifest: dict[str, Any], *, after_skipped_step: bool, must_succeed: bool) -> None:
+    def save_and_remove_old(
+        self, step: int, manifest: dict[str, Any], *, after_skipped_step: bool, must_succeed: bool
+    ) -> None:
         """Save a checkpoint of `step`, unless it exists, and remove old ones.
 
         manifest: the manifest's content besides the step, the number of ranks and the files. after_skipped_step:
@@ -80,7 +82,7 @@ class CheckpointManager:
         written = self._try_write(step)
         names = [] if isinstance(written, OSError) else list(written)
         self.cpu_group.value_from_main(lambda: remove_and_raise_if_not_loadable(self.partial_path_of_step(step), names))
-        problem = self._try_publish(step, manifest, written)
+        problem = self._publish_or_return_problems(step, manifest, written)
         if problem and must_succeed:
             then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
             text = (
@@ -149,12 +151,14 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _try_publish(self, step: int, manifest: dict[str, Any], written: WrittenFilesOrOSError) -> str:
+    def _publish_or_return_problems(
+        self, step: int, manifest: dict[str, Any], written_by_own_rank: WrittenFilesOrOSError
+    ) -> str:
         """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
-        message, or an empty string. written: the files of this rank."""
+        message, or an empty string. written_by_own_rank: its files."""
         problems = list[str]()
         sealed: dict[str, Any] = {}
-        for rank, written_by_rank in enumerate(self.cpu_group.all_gather(written)):
+        for rank, written_by_rank in enumerate(self.cpu_group.all_gather(written_by_own_rank)):
             if isinstance(written_by_rank, OSError):
                 problems.append(f"rank {rank}: {written_by_rank}")
             else:
@@ -164,7 +168,7 @@ class CheckpointManager:
                 whole = {"step": step, "world_size": self.cpu_group.size, **manifest}
                 whole["files"] = dict(sorted(sealed.items()))
                 try:
-                    store.publish_checkpoint(self.partial_path_of_step(step), self.path_of_step(step), whole)
+                    store.publish_as_latest_checkpoint(self.partial_path_of_step(step), self.path_of_step(step), whole)
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:

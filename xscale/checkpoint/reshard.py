@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any number of ranks and any ZeRO stage into an engine: `load_engine_state`.
+"""Loads a checkpoint of any number of ranks and any ZeRO stage into an engine: `load_weights_and_optimizer_state`.
 
 Each rank reads only its own slices of each weight and of the weight's optimizer states, from the files of all ranks of
 the checkpoint. DeepSpeed's universal checkpoints are not used: another program must first write the whole checkpoint
@@ -122,7 +122,7 @@ class SavedPartitions:
 
 
 @torch.no_grad()
-def load_engine_state(engine: Any, path: Path) -> None:
+def load_weights_and_optimizer_state(engine: Any, path: Path) -> None:
     """Load trained weights, buffers, optimizer, loss scale, schedule and counters into the engine. All ranks call it
     together."""
     names = {weight: name for name, weight in engine.module.named_parameters() if weight.requires_grad}

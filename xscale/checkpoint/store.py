@@ -199,7 +199,7 @@ def read_manifest(manifest_path: Path) -> Checkpoint:
 # Publishing
 
 
-def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+def publish_as_latest_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Complete the checkpoint that all ranks have written: write the manifest, rename the directory `partial` to
     `final`, and write `latest`, in this order. Only rank 0 calls it."""
     files.write_text(partial / MANIFEST, manifest_json_with_hash(manifest))

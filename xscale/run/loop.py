@@ -178,7 +178,7 @@ class Trainer:
             "engine": self.config.settings_in_checkpoint(),
             "has_new_head": self.engine.module.encoder.has_new_head,
         }
-        self.manager.save(
+        self.manager.save_and_remove_old(
             self.done, manifest, after_skipped_step=self.metrics.skipped_in_a_row > 0, must_succeed=must_succeed
         )
 

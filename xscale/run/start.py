@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from xscale import __version__, files, ranks, rng
-from xscale.checkpoint.restore import load_engine
+from xscale.checkpoint.restore import load_engine_and_auxiliary_states
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration, Correction
 from xscale.data.corpus import Corpus, run_identity
@@ -148,7 +148,7 @@ def set_up_training(
     context.watch.note_progress("building the engine")
     engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
-        load_engine(engine, checkpoint, context.cpu_group)
+        load_engine_and_auxiliary_states(engine, checkpoint, context.cpu_group)
         set_learning_rate_by_scheduler(engine)
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
             set_learning_rate(engine, recipe, checkpoint.step - 1)
