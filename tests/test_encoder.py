@@ -147,18 +147,18 @@ def test_dropout_can_be_changed(kind: str, before: float) -> None:
     other, built = make(kind, torch.float32, before).train(), make(kind, torch.float32, 0.4)
     other.load_state_dict(built.state_dict())
     momentum, states = MomentumEncoder(other, torch.nn.Identity()), []
-    other.set_dropout(0.4)
+    other.set_dropout_unless_none(0.4)
     for encoder in (built, other, momentum.prepare_key_modules(with_dropout=True)[0]):
         torch.manual_seed(1)
         states.append(encoder(row_of([9, 7, 4])))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
-    other.set_dropout(0.0)
+    other.set_dropout_unless_none(0.0)
     exact = built.eval()(row_of([9, 7, 4]))
     torch.testing.assert_close(other(row_of([9, 7, 4])), exact)
     assert not torch.allclose(states[0], exact)
     evaluated = make(kind, torch.float32, before).eval()
     expected = evaluated(row_of([9, 7, 4]))
-    evaluated.set_dropout(0.4)
+    evaluated.set_dropout_unless_none(0.4)
     assert torch.equal(evaluated(row_of([9, 7, 4])), expected), "a new dropout is off in evaluation"
 
 

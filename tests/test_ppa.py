@@ -90,7 +90,7 @@ def make_parts(
             parameter += 0.05 * torch.randn_like(parameter)
     if options.queue_size > 5:
         keys = torch.randn(options.queue_size - 5, options.projection, dtype=torch.float64)
-        moco.queue.push(torch.nn.functional.normalize(keys, dim=-1), 0)
+        moco.queue.push_and_zero_nonfinite(torch.nn.functional.normalize(keys, dim=-1), 0)
     return Parts(encoder, heads, moco)
 
 
@@ -183,7 +183,10 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     state = copy.deepcopy(parts.auxiliary_state.queue.state_dict())
     fresh = Queue(23, options.projection)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh.text_hashes, parts.auxiliary_state.queue.text_hashes) and fresh.text_hashes.all()
+    assert (
+        torch.equal(fresh.stored_text_hashes, parts.auxiliary_state.queue.stored_text_hashes)
+        and fresh.stored_text_hashes.all()
+    )
 
 
 def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
@@ -240,20 +243,20 @@ def test_queue_is_a_list_that_forgets(size: int) -> None:
     plain: list[tuple[list[float], int]] = []
     for step in range(40):
         keys = torch.randn(chance.randint(0, size if step % 5 else 2 * size), 3)
-        queue.push(keys, step)
+        queue.push_and_zero_nonfinite(keys, step)
         plain = [*plain, *((key.tolist(), step) for key in keys)][-size:]
         start = queue.next if queue.filled == size else 0
         order = [(start + i) % size for i in range(queue.filled)]
         assert [(queue.ring_KD[i].tolist(), int(queue.born_K[i])) for i in order] == plain
-        assert len(queue.keys) == len(plain)
+        assert len(queue.stored_keys) == len(plain)
         age = sum(41 - born for _, born in plain) / max(len(plain), 1)
-        assert float(queue.mean_age(41)) == pytest.approx(age)
+        assert float(queue.mean_age_in_steps(41)) == pytest.approx(age)
 
 
 def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
     queue = Queue(4, 2)
-    queue.push(torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [3.0, -float("inf")]]), 1)
-    assert queue.keys.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    queue.push_and_zero_nonfinite(torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [3.0, -float("inf")]]), 1)
+    assert queue.stored_keys.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:

@@ -96,7 +96,9 @@ def make_module(loader: Loader, dtype: torch.dtype = torch.float64) -> StepModul
     for auxiliary_state in module.auxiliary_states.values():
         if hasattr(auxiliary_state, "queue"):
             size, width = auxiliary_state.queue.ring_KD.shape
-            auxiliary_state.queue.push(nn.functional.normalize(torch.randn(size - 4, width), dim=-1), 0)
+            auxiliary_state.queue.push_and_zero_nonfinite(
+                nn.functional.normalize(torch.randn(size - 4, width), dim=-1), 0
+            )
     return module
 
 
@@ -145,7 +147,7 @@ def plain_model(module: StepModule, loader: Loader) -> plain.Model:
         if hasattr(auxiliary_state, "queue"):
             encoder, projection = copy.deepcopy(auxiliary_state.momentum.masters).double().train()
             frozen[stream] = encoder.lm, projection.w1.weight, projection.w2.weight
-            queue = auxiliary_state.queue.keys.clone()
+            queue = auxiliary_state.queue.stored_keys.clone()
         else:
             frozen[stream] = copy.deepcopy(auxiliary_state.initial.lm).double()
     entropy = plain.CrossEntropy(loader.recipe.train.label_smoothing, loader.recipe.train.z_loss)

@@ -21,7 +21,7 @@ from xscale.deepspeed_private import (
     optimizer_partition_paths,
     weights_and_states_of_stage_0,
 )
-from xscale.models.build import dropout_fields, load_pretrained, set_neutral_token_type_to_mean
+from xscale.models.build import dropout_fields, load_pretrained, set_untrained_neutral_type_to_mean
 from xscale.ranks import CpuGroup
 
 PREFIX = "encoder.lm."
@@ -100,5 +100,5 @@ def read_and_broadcast_model(run_or_checkpoint: str | Path, dropout: float | Non
     lost = [name for name in missing if name not in tied and not name.endswith(computed)]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
-    set_neutral_token_type_to_mean(lm)
+    set_untrained_neutral_type_to_mean(lm)
     return lm

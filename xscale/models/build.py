@@ -100,7 +100,7 @@ def read_model_and_has_trained_head(
             "config.json and the weights belong to different models. Save or download the model again"
         )
     read_xscale_field(lm.config, f"{field} {init}")
-    set_neutral_token_type_to_mean(lm)
+    set_untrained_neutral_type_to_mean(lm)
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
             raise UserError(
@@ -210,7 +210,7 @@ def build_initial_encoder(
     )
     # For eval/alignment_score.py. Without `corpus.lexicons`, no objective of this run reads a dictionary.
     encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen if corpus.lexicons else corpus.withheld_before
-    encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
+    encoder.set_dropout_unless_none(first.dropout)  # the warm-up of a queue precedes the first step
     return encoder
 
 
@@ -254,9 +254,9 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     return dict.fromkeys(DROPOUT_FIELDS.get(model_type, BERT_DROPOUT_FIELDS), dropout)
 
 
-def configured_dropout(init: str | Path | None) -> float:
+def read_hidden_dropout_or_default(init: str | Path | None) -> float:
     """Return the dropout of the hidden states that the config of `model.init` has, or 0.1 if it has none."""
-    config = _find_config(init) if init else None
+    config = _read_config_or_none(init) if init else None
     names = dropout_fields(getattr(config, "model_type", ""), 0.0)
     return float(getattr(config, next(iter(names)), 0.1))
 
@@ -265,14 +265,14 @@ def has_segment_embeddings(init: str | Path | None, preset: str) -> bool:
     """Return whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_find_config(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
+    return getattr(_read_config_or_none(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
         "language_embeddings"
     )
 
 
 def xscale_field_of_init(init: str | Path | None) -> dict[str, Any]:
     """Return the field `xscale` of the config of `model.init`, or {} if `init` is None."""
-    return read_xscale_field(_find_config(init), f"model.init {init}") if init else {}
+    return read_xscale_field(_read_config_or_none(init), f"model.init {init}") if init else {}
 
 
 def read_xscale_field(config: Any, model_name: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def read_xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     return fields
 
 
-def _find_config(init: str | Path) -> Any:
+def _read_config_or_none(init: str | Path) -> Any:
     """Return the config, or None if it cannot be read. An error is reported later, when the weights are loaded."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
@@ -308,7 +308,7 @@ def _require_token_type_count(config: Any) -> int:
     return count
 
 
-def set_neutral_token_type_to_mean(lm: PreTrainedModel) -> None:
+def set_untrained_neutral_type_to_mean(lm: PreTrainedModel) -> None:
     """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the run has trained token type
     0."""
     fields = getattr(lm.config, "xscale", None) or {}

@@ -115,7 +115,7 @@ class Encoder(nn.Module):
             return layer_states_by_padded_pass(self.lm.base_model, tokens, all_layers=True)
         return list(self._states_of_layers(self.lm.base_model, tokens, seed=0, places=None))
 
-    def set_dropout(self, p: float | None) -> None:
+    def set_dropout_unless_none(self, p: float | None) -> None:
         """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""
         if p is None or p == self.dropout:
             return

@@ -50,7 +50,7 @@ class MomentumEncoder:
             modules.train(with_dropout)
         encoder, projection = modules
         assert isinstance(encoder, Encoder)
-        encoder.set_dropout(self.encoder.dropout)  # a phase may change the dropout
+        encoder.set_dropout_unless_none(self.encoder.dropout)  # a phase may change the dropout
         return encoder, projection
 
     @torch.no_grad()
@@ -94,13 +94,13 @@ class Queue:
         self.next = self.filled = 0
 
     @property
-    def keys(self) -> Tensor:
+    def stored_keys(self) -> Tensor:
         """Return the queue's vectors [filled, D], in no particular order."""
         return self.ring_KD[: self.filled]
 
     @property
-    def text_hashes(self) -> Tensor:
-        """Return the text hashes [filled, 2] of `keys`."""
+    def stored_text_hashes(self) -> Tensor:
+        """Return the text hashes [filled, 2] of `stored_keys`."""
         return self.texts_K2[: self.filled]
 
     def move_to(self, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class Queue:
         self.born_K = self.born_K.to(device)
         self.texts_K2 = self.texts_K2.to(device)
 
-    def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
+    def push_and_zero_nonfinite(self, keys_ND: Tensor, born_step: int, texts_N2: Tensor | None = None) -> None:
         """Add vectors [N, D], which overwrite the oldest ones. A vector that is not finite is replaced by 0, because it
         would make every later loss NaN. texts_N2: hashes of the vectors' texts and of their translations."""
         size = len(self.ring_KD)
@@ -116,15 +116,14 @@ class Queue:
         keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
         places = (self.next + torch.arange(len(keys_ND), device=keys_ND.device)) % size
         self.ring_KD[places] = keys_ND.to(self.ring_KD)
-        self.born_K.index_fill_(0, places, step)
+        self.born_K.index_fill_(0, places, born_step)
         self.texts_K2[places] = 0 if texts_N2 is None else texts_N2[-size:]
         self.next = (self.next + len(keys_ND)) % size
         self.filled = min(self.filled + len(keys_ND), size)
 
-    def mean_age(self, step: int) -> Tensor:
-        """Return the mean number of optimizer steps since the vectors were pushed. step: the current step, counted from
-        1."""
-        return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
+    def mean_age_in_steps(self, current_step: int) -> Tensor:
+        """Return the mean number of optimizer steps since the vectors were pushed. current_step: counted from 1."""
+        return (current_step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
         return {

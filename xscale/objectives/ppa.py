@@ -296,7 +296,7 @@ class Moco:
         self.gather_new_vectors(None)
         if self.step_keys:
             keys_ND, texts_N2 = self.step_keys
-            self.queue.push(keys_ND, born_step, texts_N2)
+            self.queue.push_and_zero_nonfinite(keys_ND, born_step, texts_N2)
         self.step_keys = None
 
     def enqueue_new_vectors(self) -> int:
@@ -328,14 +328,14 @@ def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Te
     zq_BD = parts.heads(states["query"])
     zk_BD = states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
-    own_BK = have_common_text(texts_B2, moco.queue.text_hashes)
-    negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
+    own_BK = have_common_text(texts_B2, moco.queue.stored_text_hashes)
+    negative_BK = (zq_BD @ moco.queue.stored_keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     L_MoCo = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
         right = is_nearest(positive_B1, negative_BK).sum()
-        age = moco.queue.mean_age(moco.step + 1) * len(logits)
+        age = moco.queue.mean_age_in_steps(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         if moco.step_keys:
             metrics |= metrics_among_step_keys(zq_BD, zk_BD, texts_B2, *moco.step_keys)

@@ -9,7 +9,12 @@ from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, convert_epochs_to_steps, open_corpus
 from xscale.data.loader import Loader
 from xscale.errors import UserError
-from xscale.models.build import build_initial_encoder, configured_dropout, has_segment_embeddings, xscale_field_of_init
+from xscale.models.build import (
+    build_initial_encoder,
+    has_segment_embeddings,
+    read_hidden_dropout_or_default,
+    xscale_field_of_init,
+)
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import CpuGroup
 from xscale.recipe import Recipe, load_recipe, shipped_recipe_names
@@ -26,7 +31,7 @@ def resolve_run(
     recipe = load_recipe(recipe_name, sets, OBJECTIVES)
     check_recipe_suits_starting_weights(recipe_name, recipe, sets)
     if recipe.model.dropout is None:
-        dropout = configured_dropout(resolve_init_to_hugging_face(recipe.model.init))
+        dropout = read_hidden_dropout_or_default(resolve_init_to_hugging_face(recipe.model.init))
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
         raise UserError(

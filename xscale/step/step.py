@@ -90,7 +90,7 @@ def optimizer_step(
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
-    engine.module.encoder.set_dropout(recipe.model.dropout)
+    engine.module.encoder.set_dropout_unless_none(recipe.model.dropout)
     weights = weights_of_term_sums(recipe, counts, step)
     lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
