@@ -404,7 +404,7 @@ def interpret() -> None:
     assert len(compute(None, torch.zeros(0, 16), torch.zeros(0, dtype=torch.long), None, 0.0, 0.0)[0]) == 0
 
     with (
-        mock.patch.object(masked_ce, "_kernel_module", lambda features: kernel),
+        mock.patch.object(masked_ce, "_triton_module_or_none", lambda features: kernel),
         mock.patch.object(masked_ce, "ROWS", 4),
     ):
         for m, bias, weights in product((0, 11), (True, False), (None, weights_of(11))):

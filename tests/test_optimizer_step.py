@@ -45,7 +45,7 @@ def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch)
         raise Stop
 
     monkeypatch.setattr(stepping, "weights_of_term_sums", lambda recipe, totals, step: asked.append(step))
-    monkeypatch.setattr(stepping, "set_learning_rate", lambda engine, recipe, step: 0.1)
+    monkeypatch.setattr(stepping, "set_learning_rate_unless_scheduler", lambda engine, recipe, step: 0.1)
     monkeypatch.setattr(stepping, "precompute_and_gather_states", stop)
     encoder = SimpleNamespace(set_dropout_unless_none=lambda p: None)
     module = SimpleNamespace(set_streams=lambda recipe: None, encoder=encoder)

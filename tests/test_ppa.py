@@ -518,6 +518,8 @@ def test_advice(demo: Path) -> None:
     loader = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99")
     advised = notes_before_first_step(loader.recipe, loader.corpus)
     assert not any("streams.ppa" in line for line in advised)
-    assert ppa.option_warnings(ppa.PpaOptions(momentum=0.96), 600, 40) and not ppa.option_warnings(
-        ppa.PpaOptions(momentum=0.95), 600, 40
-    ), "the advice to lower it ends at 0.95"
+    assert ppa.momentum_too_large_warnings(
+        ppa.PpaOptions(momentum=0.96), 600, 40
+    ) and not ppa.momentum_too_large_warnings(ppa.PpaOptions(momentum=0.95), 600, 40), (
+        "the advice to lower it ends at 0.95"
+    )

@@ -83,15 +83,15 @@ def test_gradients_that_are_not_contiguous() -> None:
 def interpret() -> None:
     def turn(qkv: Tensor, incoming: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         out, back, *turns = map(fenced, (qkv, torch.full_like(incoming, float("nan")), cos, sin))
-        kernel.rotate(out, out, *turns, heads)
-        kernel.rotate(fenced(incoming), back, *turns, heads, inverse=True)
+        kernel.rotate_into(out, out, *turns, heads)
+        kernel.rotate_into(fenced(incoming), back, *turns, heads, inverse=True)
         return out, back
 
     torch.manual_seed(0)
     for shape in SHAPES:
         for dtype in (torch.float64, torch.float32, torch.float16):
             check(*shape, dtype, turn)
-    with mock.patch.object(rotation, "_kernel_module", lambda qkv: kernel):
+    with mock.patch.object(rotation, "_triton_module_or_none", lambda qkv: kernel):
         check(5, 12, 64, torch.float32)
 
 
@@ -104,7 +104,7 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(
     """In place and back, of all heads of ModernBERT's sizes; nothing is spilled or added atomically."""
     qkv, (cos, sin) = torch.zeros(9, 3 * heads * width, dtype=dtype), angles(9, width, dtype)
     for out in (qkv, qkv.clone()):
-        work = partial(kernel.rotate, qkv, out, cos, sin, heads, inverse=out is not qkv)
+        work = partial(kernel.rotate_into, qkv, out, cos, sin, heads, inverse=out is not qkv)
         found = memory_instructions(compiled(kernel, "rotate_heads", arch, work), tmp_path)
         assert found["LDG.E.128"] >= 2 and found["STG.E.128"] == 2
         others = {name for name in found if name.startswith(("LDG", "STG"))} - {"LDG.E.128", "STG.E.128"}

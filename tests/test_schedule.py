@@ -8,7 +8,7 @@ import pytest
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, TrainConfig, load_recipe
-from xscale.step.step import set_learning_rate
+from xscale.step.step import set_learning_rate_unless_scheduler
 
 STEPS, LR = 40, 0.02
 
@@ -45,9 +45,9 @@ def test_a_step_has_the_recipe_s_rate_unless_the_ds_config_has_a_scheduler() -> 
     recipe, groups = load("warmup=4"), [{"lr": 7.0}, {"lr": 7.0}]
     optimizer = SimpleNamespace(param_groups=groups)
     engine = SimpleNamespace(optimizer=optimizer, lr_scheduler=object(), get_lr=lambda: [g["lr"] for g in groups])
-    assert set_learning_rate(engine, recipe, 1) == 7.0
+    assert set_learning_rate_unless_scheduler(engine, recipe, 1) == 7.0
     engine.lr_scheduler = None
-    assert set_learning_rate(engine, recipe, 1) == LR / 2 and [g["lr"] for g in groups] == [LR / 2] * 2
+    assert set_learning_rate_unless_scheduler(engine, recipe, 1) == LR / 2 and [g["lr"] for g in groups] == [LR / 2] * 2
 
 
 def test_a_decay_must_fit_beside_the_warm_up() -> None:

@@ -106,7 +106,7 @@ def draw_translations(
             "number of tokens, and the tokens must differ at each position. Use a larger dictionary, or a tokenizer "
             "with a larger vocabulary"
         )
-    firsts, sizes = spans_of_wholly_selected_words(sequences, targets)
+    firsts, sizes = wholly_selected_word_starts_lengths(sequences, targets)
     keys_W = sequences.random_keys[sequences.sequence_of_token[firsts]]
     offsets_W = sequences.indices_in_sequence[firsts]
     uses_W = rng.uniform(keys_W ^ _USE, offsets_W) < options.dict_share
@@ -127,7 +127,7 @@ def draw_translations(
     return Translations(used_N[targets], ids_N[targets], languages_N[targets])
 
 
-def spans_of_wholly_selected_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def wholly_selected_word_starts_lengths(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first token and the number of tokens of each word whose tokens are all targets [W]."""
     if sequences.word_of_token is None:
         assert not len(targets)

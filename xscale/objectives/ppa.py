@@ -131,7 +131,7 @@ def queue_size_problem(options: PpaOptions, samples: int) -> str | None:
     )
 
 
-def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
+def momentum_too_large_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     follows = 1 / max(1 - options.momentum, 1e-9)
     if not options.moco_weight or options.momentum <= 0.95 or steps >= 3 * follows:
         return []
@@ -169,7 +169,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.sample_number for pair in pairs], dtype=np.int64),
-            "texts": np.stack([hash_texts(query.ids, query.lengths), hash_texts(key.ids, key.lengths)], 1),
+            "texts": np.stack([hash_each_text(query.ids, query.lengths), hash_each_text(key.ids, key.lengths)], 1),
         },
         auxiliary=StreamBatch(
             key, {"key": gather_cls_or_text_sum(key, options.pooling)}, {}, len(pairs), types=words.types
@@ -214,7 +214,7 @@ def gather_cls_or_text_sum(sentences: Sequences, pooling: str) -> Gather:
     return Gather.sums(np.flatnonzero(~is_special), sentences.lengths - 2)
 
 
-def hash_texts(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def hash_each_text(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return a hash of each text's tokens, int64 [B]. ids: the tokens of all texts, concatenated; lengths: the number
     of tokens of each text, at least 1 [B]."""
     if not len(lengths):
@@ -338,7 +338,7 @@ def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Te
         age = moco.queue.mean_age_in_steps(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         if moco.step_keys:
-            metrics |= metrics_among_step_keys(zq_BD, zk_BD, texts_B2, *moco.step_keys)
+            metrics |= metric_sums_among_step_keys(zq_BD, zk_BD, texts_B2, *moco.step_keys)
     return Losses(predictions, {"moco": L_MoCo}, {name: (value, "moco") for name, value in metrics.items()})
 
 
@@ -359,7 +359,7 @@ def have_common_text(hashes_B2: Tensor, hashes_K2: Tensor) -> Tensor:
     return (a1_B1 == b1_K) | (a1_B1 == b2_K) | (a2_B1 == b1_K) | (a2_B1 == b2_K)
 
 
-def metrics_among_step_keys(
+def metric_sums_among_step_keys(
     zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor
 ) -> dict[str, Tensor]:
     """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the
@@ -402,5 +402,5 @@ OBJECTIVE = Objective(
     heads=build_heads,
     auxiliary_state=build_auxiliary_state,
     check=queue_size_problem,
-    advise=option_warnings,
+    advise=momentum_too_large_warnings,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.objectives.ppa import gather_cls_or_text_sum, hash_texts, sentence_sequences
+from xscale.objectives.ppa import gather_cls_or_text_sum, hash_each_text, sentence_sequences
 from xscale.objectives.step_contrast import step_contrast_losses, vectors_and_text_hashes
 from xscale.recipe import STRICT, NotNegative
 
@@ -52,7 +52,7 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     pairs = context.fit_pairs(samples)
     first = sentence_sequences(pairs, [0] * len(pairs), context)
     second = sentence_sequences(pairs, [1] * len(pairs), context)
-    texts_S2 = np.stack([hash_texts(first.ids, first.lengths), hash_texts(second.ids, second.lengths)], 1)
+    texts_S2 = np.stack([hash_each_text(first.ids, first.lengths), hash_each_text(second.ids, second.lengths)], 1)
     return StreamBatch(
         sequences=concat_sequences(first, second),
         states={

@@ -25,7 +25,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.contextual import are_one_to_one
-from xscale.objectives.ppa import hash_texts
+from xscale.objectives.ppa import hash_each_text
 from xscale.objectives.step_contrast import step_contrast_losses, vectors_and_text_hashes
 from xscale.recipe import STRICT
 
@@ -50,8 +50,8 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     usable = are_one_to_one(links_K2) & (is_word_K2 & has_tokens_K2).all(axis=1)
     first_tokens, first_counts = word_tokens.select_lists(links_K2[usable, 0])
     second_tokens, second_counts = word_tokens.select_lists(links_K2[usable, 1])
-    first_texts = hash_texts(sequences.ids[first_tokens], first_counts)
-    second_texts = hash_texts(sequences.ids[second_tokens], second_counts)
+    first_texts = hash_each_text(sequences.ids[first_tokens], first_counts)
+    second_texts = hash_each_text(sequences.ids[second_tokens], second_counts)
     return StreamBatch(
         sequences=sequences,
         states={"first": Gather.sums(first_tokens, first_counts), "second": Gather.sums(second_tokens, second_counts)},

@@ -101,7 +101,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
         ]
         weights_M = weights_M.to(wide)
-        losses_M, right_M = _losses_and_gradients(
+        losses_M, right_M = _losses_writing_gradients(
             inputs, labels_M, weights_M, label_smoothing, z_loss, largest_weight, gradients
         )
         ctx.save_for_backward(*gradients)
@@ -116,23 +116,23 @@ class _ChunkedLoss(torch.autograd.Function):
         return *(None if total is None else _scale_gradient(total, d_loss, ctx.dtype) for total in totals), *(None,) * 6
 
 
-def _losses_and_gradients(
+def _losses_writing_gradients(
     inputs: list[Any],
     labels_M: Tensor,
     weights_M: Tensor,
     label_smoothing: float,
     z_loss: float,
     largest_weight: float,
-    gradients: list[Tensor | None],
+    gradients_out: list[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
-    features, weight and bias to `gradients`, except where an element of `gradients` is None."""
+    features, weight and bias to `gradients_out`, except where an element of it is None."""
     features_MH, weight_VH, bias_V = inputs
     M = len(features_MH)
     V = len(weight_VH)
     scale = FP16_SCALE if features_MH.dtype == torch.float16 else 1.0
-    factors_M = weights_M * scale if any(gradient is not None for gradient in gradients) else None
-    kernel = _kernel_module(features_MH)
+    factors_M = weights_M * scale if any(gradient is not None for gradient in gradients_out) else None
+    kernel = _triton_module_or_none(features_MH)
     chunks = max(1, -(-M // max_predictions_of_chunk(features_MH.device.type, V, features_MH.itemsize)))
     stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
     buffer_CV = features_MH.new_empty(-(-M // chunks), stride)[:, :V]
@@ -152,7 +152,7 @@ def _losses_and_gradients(
         found.append(
             kernel.losses_overwriting_logits(bias_V, *arguments) if kernel else _losses_overwriting_logits(*arguments)
         )
-        _write_or_add_gradients(logits_CV, features_CH, weight_VH, largest_weight / scale, gradients, start)
+        _write_or_add_gradients(logits_CV, features_CH, weight_VH, largest_weight / scale, gradients_out, start)
     losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
     return losses_M, right_M
 
@@ -163,21 +163,21 @@ def _write_or_add_gradients(
     weight_VH: Tensor,
     scale: float,
     gradients: list[Tensor | None],
-    start: int,
+    first_row: int,
 ) -> None:
-    """Add `scale` times the gradients of the chunk that begins at row `start` to `gradients`, which the first chunk
+    """Add `scale` times the gradients of the chunk that begins at `first_row` to `gradients`, which the first chunk
     overwrites."""
     d_features_MH, d_weight_VH, d_bias_V = gradients
     for columns in _vocabulary_slices(weight_VH):
         d_logits_CK = d_logits_CV[:, columns]
         if d_features_MH is not None:
-            d_features_CH = d_features_MH[start : start + len(features_CH)]
+            d_features_CH = d_features_MH[first_row : first_row + len(features_CH)]
             _matmul_into(d_logits_CK, weight_VH[columns], scale, d_features_CH, add=columns.start > 0)
         if d_weight_VH is not None:
-            _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=start > 0)
+            _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=first_row > 0)
     if d_bias_V is not None:
         total_V = d_logits_CV.sum(0, dtype=d_bias_V.dtype)
-        torch.add(d_bias_V if start else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
+        torch.add(d_bias_V if first_row else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
 def _vocabulary_slices(weight_VH: Tensor) -> list[slice]:
@@ -207,7 +207,7 @@ def _scale_gradient(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
 
 
-def _kernel_module(features_MH: Tensor) -> Any:
+def _triton_module_or_none(features_MH: Tensor) -> Any:
     """Return the module of the CUDA kernel, or None if it cannot run. Triton comes with CUDA builds of torch."""
     if not features_MH.is_cuda or features_MH.dtype == torch.float64:
         return None

@@ -27,8 +27,8 @@ class _Rotation(torch.autograd.Function):
         ctx.mark_dirty(qkv_NX)
         ctx.save_for_backward(cos_N11D, sin_N11D)
         ctx.heads = heads
-        if kernel := _kernel_module(qkv_NX):
-            kernel.rotate(qkv_NX, qkv_NX, cos_N11D, sin_N11D, heads)
+        if kernel := _triton_module_or_none(qkv_NX):
+            kernel.rotate_into(qkv_NX, qkv_NX, cos_N11D, sin_N11D, heads)
         else:
             x = _queries_and_keys(qkv_NX, heads)
             wide = x.to(cos_N11D.dtype)
@@ -40,10 +40,10 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
         """Rotate the gradient back, by the opposite angles."""
         cos_N11D, sin_N11D = ctx.saved_tensors
-        if kernel := _kernel_module(grad_NX):
+        if kernel := _triton_module_or_none(grad_NX):
             grad_NX = grad_NX.contiguous()
             back_NX = torch.empty_like(grad_NX)
-            kernel.rotate(grad_NX, back_NX, cos_N11D, sin_N11D, ctx.heads, inverse=True)
+            kernel.rotate_into(grad_NX, back_NX, cos_N11D, sin_N11D, ctx.heads, inverse=True)
         else:
             back_NX = grad_NX.clone(memory_format=torch.contiguous_format)
             x = _queries_and_keys(back_NX, ctx.heads)
@@ -57,7 +57,7 @@ def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
     return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
 
 
-def _kernel_module(qkv_NX: Tensor) -> Any:
+def _triton_module_or_none(qkv_NX: Tensor) -> Any:
     """Return the module of the CUDA kernel, or None if it cannot run. Triton comes with CUDA builds of torch."""
     if not qkv_NX.is_cuda:
         return None

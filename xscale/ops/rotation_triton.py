@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rotate(
+def rotate_into(
     qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, inverse: bool = False
 ) -> None:
     """Write the rotated queries and keys to `out`, by one kernel launch. Unless `out` is qkv itself, also copy the

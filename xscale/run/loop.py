@@ -158,7 +158,7 @@ class Trainer:
             metrics |= measure_alignment_on_rank_0(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
         world = self.context.process.world
-        metrics |= self.flops.gpu_metrics(agreed.cost, world * len(agreed.batch.rows), seconds, world)
+        metrics |= self.flops.mfu_and_gpu_memory_metrics(agreed.cost, world * len(agreed.batch.rows), seconds, world)
         metrics["step_s"] = seconds
         metrics["tokens_per_s"] = agreed.cost["tokens"] / seconds
         metrics["samples_per_s"] = agreed.samples / seconds

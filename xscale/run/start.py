@@ -33,7 +33,7 @@ from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, read_and_resolve_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import set_learning_rate
+from xscale.step.step import set_learning_rate_unless_scheduler
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def set_up_training(
         load_engine_and_auxiliary_states(engine, checkpoint, context.cpu_group)
         set_learning_rate_by_scheduler(engine)
         if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
-            set_learning_rate(engine, recipe, checkpoint.step - 1)
+            set_learning_rate_unless_scheduler(engine, recipe, checkpoint.step - 1)
         if context.process.is_main and args.resume != "auto":
             resume.rename_later_checkpoints_to_partial(args.out, checkpoint)
         LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")

@@ -244,7 +244,9 @@ class StepFlops:
             within = length
         return self.per_pair * (self.whole * squared_lengths + self.local * tokens * within)
 
-    def gpu_metrics(self, cost: Mapping[str, int], row_count: int, seconds: float, world: int) -> dict[str, float]:
+    def mfu_and_gpu_memory_metrics(
+        self, cost: Mapping[str, int], row_count: int, seconds: float, world: int
+    ) -> dict[str, float]:
         """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost, row_count: see `flops_by_purpose`."""
         if not torch.cuda.is_available():
             return {}

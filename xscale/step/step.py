@@ -92,7 +92,7 @@ def optimizer_step(
     engine.module.set_streams(recipe)
     engine.module.encoder.set_dropout_unless_none(recipe.model.dropout)
     weights = weights_of_term_sums(recipe, counts, step)
-    lr = set_learning_rate(engine, recipe, step)
+    lr = set_learning_rate_unless_scheduler(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
     precomputed = precompute_and_gather_states(engine.module, rows, seeds, vector_counts_of_ranks)
@@ -259,7 +259,7 @@ def divisor_of_term(counts: Counts, key: MetricKey, recipe: Recipe) -> int:
     return max(count, 1)
 
 
-def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
+def set_learning_rate_unless_scheduler(engine: Any, recipe: Recipe, step: int) -> float:
     """Set the recipe's learning rates of a step, unless the ds_config has a scheduler. Returns the encoder's rate."""
     if engine.lr_scheduler is None:
         for group in engine.optimizer.param_groups:
