@@ -3,8 +3,9 @@
     xscale data write_shards pairs --src FILE --tgt FILE --langs en de --out DIR [--links FILE | --align]
     xscale data write_shards mono  --text FILE... --lang en --out DIR
 
-The tool does the same as `xscale data prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2
-or .zst. `-` is standard input, which must be plain. The directory DIR appears only when it is complete.
+The tool does the same as `xscale data prepare` for one source, whose only rule is the number of tokens (--min_tokens,
+--max_tokens). Input is UTF-8 text, plain, .gz, .xz, .bz2 or .zst. `-` is standard input, which must be plain. The
+directory DIR appears only when it is complete.
 """
 
 import argparse

@@ -109,7 +109,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     heads = alignlm.Heads(Encoder(lm), alignlm.AlignLMOptions()).double()
     ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
     places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
-    linked, partners = word_links.sum_linked_states(np.array([[4, 9]]), places, ids.numel())
+    linked, partners = word_links.gather_of_tokens_linked_to_masked(np.array([[4, 9]]), places, ids.numel())
     identities = np.zeros(2, dtype=np.uint64)
     zeros = np.zeros(14, dtype=int)
     sequences = Sequences(
@@ -149,7 +149,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    linked, partners = word_links.sum_linked_states(links, masked, places)
+    linked, partners = word_links.gather_of_tokens_linked_to_masked(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
     rows = [partners.columns[a:b].tolist() for a, b in pairwise(partners.offsets)]
     assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and partners.state_count == len(linked)

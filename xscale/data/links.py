@@ -113,7 +113,9 @@ def token_links(word_links: np.ndarray, tokens_of_words: Ragged) -> np.ndarray:
     return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
-def sum_linked_states(token_links: np.ndarray, masked: np.ndarray, token_count: int) -> tuple[np.ndarray, Gather]:
+def gather_of_tokens_linked_to_masked(
+    token_links: np.ndarray, masked: np.ndarray, token_count: int
+) -> tuple[np.ndarray, Gather]:
     """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
     of the tokens to which it is linked.
 

@@ -191,8 +191,11 @@ def join_gathers(stream_batches: Sequence[StreamBatch], row_indices: Sequence[np
 
 
 def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:
-    """Return the tokens of all sequences, longest sequence first, and for each stream batch the index of each of its
-    tokens in the row. A row without any token gets one sequence, twice the token `id_if_empty`."""
+    """Return the tokens of all sequences, and for each stream batch the index of each of its tokens in the row.
+
+    The longest sequence comes first, because attention without a fused kernel pads consecutive sequences to one length.
+    A row without any token gets one sequence, twice the token `id_if_empty`.
+    """
     ids = list[np.ndarray]()
     positions = list[np.ndarray]()
     types = list[np.ndarray]()

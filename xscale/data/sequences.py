@@ -38,6 +38,10 @@ class Example:
     order."""
 
 
+Segment = tuple[Example, int]
+"""An example, and the number of one of its texts, 0 or 1."""
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The sequences of one stream in one array, without padding."""
@@ -47,7 +51,7 @@ class Sequences:
     lengths: np.ndarray
     """Tokens of each sequence [B]."""
     positions: np.ndarray
-    """Position of each token in its sequence, from 0 on; if positions are reset, in its segment [N]."""
+    """Position of each token in its sequence, from 0 on; with the option reset_positions of TLM, in its segment [N]."""
     languages: np.ndarray
     """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
@@ -75,17 +79,13 @@ class Sequences:
         return concatenated_ranges(self.lengths)
 
 
-Segment = tuple[Example, int]
-"""An example, and the number of one of its texts, 0 or 1."""
-
-
 def join_segments(
     tokenizer: Tokenizer,
-    sequences: list[list[Segment]],
+    segments_of_sequences: list[list[Segment]],
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """Return sequences of the form [CLS] segment [SEP] segment [SEP] and so on. sequences: the segments of each.
+    """Return sequences of the form [CLS] segment [SEP] segment [SEP] and so on.
 
     The two texts of one record get the special tokens of the tokenizer's template for pairs. [CLS] belongs to the first
     segment. Special tokens between two segments belong to the first of the two. A sequence has the random key of its
@@ -98,7 +98,7 @@ def join_segments(
     segment_counts = list[int]()
     sequence_lengths = list[int]()
     random_keys = list[np.uint64]()
-    for sequence in sequences:
+    for sequence in segments_of_sequences:
         template = choose_template(tokenizer, sequence)
         sequence_start = len(ids)
         segment_start = sequence_start
@@ -119,8 +119,8 @@ def join_segments(
     lengths = np.array(sequence_lengths, dtype=np.int64)
     segment_numbers = concatenated_ranges(np.array(segment_counts, dtype=np.int64))
     word_of_token = None
-    if sequences and sequences[0][0][0].words is not None:
-        word_of_token = number_words_within_sequences(sequences, starts_of_texts, len(ids))
+    if segments_of_sequences and segments_of_sequences[0][0][0].words is not None:
+        word_of_token = number_words_within_sequences(segments_of_sequences, starts_of_texts, len(ids))
     return Sequences(
         ids=np.array(ids, dtype=np.int64),
         lengths=lengths,

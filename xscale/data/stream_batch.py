@@ -36,7 +36,7 @@ class CollateContext:
     """Language -> its number, from 1 on. The number 0 (neutral) means a language that the model does not know."""
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
-    """The stream's dictionaries (data/lexicon.py), without the withheld words."""
+    """The stream's dictionaries (data/lexicon.py), without the words that data.lexicon_heldout withholds."""
     stream: str = ""
     step: int = 0
     row: int = 0
@@ -151,7 +151,8 @@ class StreamBatch:
     samples: int
     """Number of samples."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
+    """Term -> the token ids that it predicts [M]; terms are in the order in which the loss predicts them
+    (Losses.predictions in objectives/base.py)."""
     group_of_target: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the index of each target's language or pair in CollateContext.language_groups [T]. For these terms, the
     loss of predictions, and metrics that have a number for each target, are also reported by language."""

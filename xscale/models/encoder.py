@@ -66,7 +66,7 @@ def _check_config(config: Any) -> None:
             f"{name}: the config.json of this {kind} model sets is_decoder or add_cross_attention, so the model is a "
             "decoder. Use an encoder"
         )
-    if positions not in ("absolute", "sans_pos"):
+    if positions not in ("absolute", "sans_pos"):  # mmBERT has sans_pos, for rotary positions
         raise UserError(
             f"{name}: config.json sets position_embedding_type {positions!r}, which transformers 5 ignores in a "
             f"{kind} model. Use a model with absolute position embeddings"
@@ -85,7 +85,8 @@ class Encoder(nn.Module):
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
         self._states_of_layers = choose_forward_pass(lm.config)
-        """The function that yields the hidden states of each layer."""
+        """The function that yields the hidden states of each layer. With `places`, it yields fewer tokens of the last
+        layer. The padded pass yields the last layer only."""
 
     @property
     def width(self) -> int:

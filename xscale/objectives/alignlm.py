@@ -93,7 +93,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     tokens_of_words = links.word_tokens(pairs, text_numbers, sequences, options.expand)
     A = links.token_links(links_K2[of_one_kind], tokens_of_words)
     # linked_R: indices in `masked` of the tokens with links. partners: the tokens to which these are linked.
-    linked_R, partners = links.sum_linked_states(A, masked, len(sequences.ids))
+    linked_R, partners = links.gather_of_tokens_linked_to_masked(A, masked, len(sequences.ids))
     group_of_target = dict(stream_batch.group_of_target)
     if context.language_groups:
         group_of_target["bi"] = group_of_target["mono"][linked_R]

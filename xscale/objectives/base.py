@@ -103,13 +103,14 @@ class Parts:
     auxiliary_state: Any = None
 
 
-def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
+def step_loss_share(losses_V: Tensor, own_n: Tensor) -> Tensor:
     """Return a packed row's part of a loss that compares all samples of the step, for objectives with `vectors`.
 
     Its value is the loss of the row's own samples. Its gradient is that of the whole step's loss, because the losses of
-    other rows depend on this row's vectors, too. losses_V: loss of each sample of the step; own_S: the row's samples.
+    other rows depend on this row's vectors, too. losses_V: loss of each sample of the step; own_n: the indices of
+    the row's samples in the step.
     """
-    own = losses_V[own_S].sum().detach()
+    own = losses_V[own_n].sum().detach()
     everything = losses_V.sum()
     gradient_of_everything = everything - everything.detach()  # its value is 0
     return own + gradient_of_everything

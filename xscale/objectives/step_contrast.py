@@ -53,7 +53,7 @@ def step_contrast_losses(states: dict[str, Tensor], term: str, temperature: floa
     share of samples whose u is nearer to their own v than to all negatives. states: the states of the loss, with "step"
     and "own"."""
     step_VD = states["step"]
-    own_S = states["own"]
+    own_n = states["own"]
     texts_V2 = from_byte_columns(step_VD[:, -2 * _BYTES :].detach())
     u_VH, v_VH = step_VD[:, : -2 * _BYTES].chunk(2, 1)
     s_VV = u_VH @ v_VH.T
@@ -67,6 +67,6 @@ def step_contrast_losses(states: dict[str, Tensor], term: str, temperature: floa
         negative_VV = s_VV.masked_fill(left_out_VV | itself_VV, -torch.inf)
         right_V = is_nearest(s_VV.diagonal()[:, None], negative_VV)
     return Losses(
-        sums={term: step_loss_share((forth_V + back_V) / 2, own_S)},
-        metrics={"contrastive_accuracy": (right_V[own_S].sum(), term)},
+        sums={term: step_loss_share((forth_V + back_V) / 2, own_n)},
+        metrics={"contrastive_accuracy": (right_V[own_n].sum(), term)},
     )

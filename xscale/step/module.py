@@ -244,8 +244,8 @@ def insert_own_vectors(states: dict[str, Tensor], own_vectors_ND: Tensor) -> dic
     have a gradient. states: the row's states of the stream. The only row of a step has no precomputed vectors."""
     if "step" not in states:
         return {"step": own_vectors_ND, "own": torch.arange(len(own_vectors_ND), device=own_vectors_ND.device)}
-    own_N = states["own"]
-    return {"step": states["step"].index_copy(0, own_N, own_vectors_ND), "own": own_N}
+    own_n = states["own"]
+    return {"step": states["step"].index_copy(0, own_n, own_vectors_ND), "own": own_n}
 
 
 def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None:

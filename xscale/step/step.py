@@ -223,8 +223,8 @@ def add_gathered_vectors_of_step(
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = all_gather_rows(torch.cat(vectors_of_rows))
         for row_states, row_ND in zip(precomputed, vectors_of_rows, strict=True):
-            own_N = torch.arange(start, start + len(row_ND), device=row_ND.device)
-            row_states[stream] = row_states.get(stream, {}) | {"step": step_VD, "own": own_N}
+            own_n = torch.arange(start, start + len(row_ND), device=row_ND.device)
+            row_states[stream] = row_states.get(stream, {}) | {"step": step_VD, "own": own_n}
             start += len(row_ND)
 
 
