@@ -23,7 +23,7 @@ from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, load_recipe
 
 PAPERS = launch.ROOT / "benchmarks" / "papers"
-GRIDS = ("tang", "sizes", "methods", "controls", "mixtures", "public")
+GRIDS = ("tang", "sizes", "methods", "controls", "mixtures", "public", "rates")
 
 
 @pytest.fixture

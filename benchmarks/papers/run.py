@@ -31,7 +31,7 @@ from xscale.strict_yaml import parse_yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-GRIDS = ("tang", "sizes", "methods", "controls", "mixtures", "public")
+GRIDS = ("tang", "sizes", "methods", "controls", "mixtures", "public", "rates")
 NOT_FINITE = 3
 """The exit code of a training whose loss is not finite."""
 MAY_GROW = ("seeds", "cells")
@@ -337,7 +337,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"), help="smoke generates its data")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
     add("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
-    add("--encoder", type=Path, metavar="HF_DIR", help="for grid public, the encoder from which training starts")
+    add(
+        "--encoder",
+        type=Path,
+        metavar="HF_DIR",
+        help="for the grids public and rates, the encoder from which training starts",
+    )
     add("--only", nargs="+", action="extend", default=[], metavar="WORLD/ARM", help="run only these cells")
     add(
         "--set",

@@ -210,6 +210,8 @@ def make_data(folder: Path) -> Path:
     others = [spaced(pair[1]) for pair in pairs]
     links = [pair[2] for pair in pairs]
     contents = {"parallel/bible/bible.en": english[:PAIRS]}
+    contents |= {"parallel/bible/bible.de": english[:PAIRS], "parallel/bible/bible.zh": others[:PAIRS]}
+    contents["parallel/bible/bible.links"] = links[:PAIRS]
     for name, language in PAIR_FILES.items():
         contents[f"parallel/{name}.en"] = english[:PAIRS]
         contents[f"parallel/{name}.{language}"] = others[:PAIRS]
