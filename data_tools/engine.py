@@ -135,7 +135,7 @@ def ignore_ctrl_c_and_exit_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
+def run_slurm_array_and_yield_once(tasks: TaskList, workers: int) -> Iterator[None]:
     """Do the tasks in an array of at most `workers` SLURM jobs, each of which does a share of them. Yield at the
     end."""
     logs = tasks.folder / "logs"
@@ -211,7 +211,7 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
 
 EXECUTORS: dict[str, Callable[[TaskList, int], Iterator[None]]] = {
     "local": run_local,
-    "slurm": run_slurm,
+    "slurm": run_slurm_array_and_yield_once,
     "ray": run_ray,
 }
 """{name of an executor: its function (tasks, workers)}. The function does the tasks, at most `workers` at a time, and

@@ -10,7 +10,7 @@ import pytest
 from data_tools import write_shards
 from tests.launch import open_run
 from xscale.data.lexicon import languages_in_file_name, split_pair_name
-from xscale.data.mixture import initial_state, source_probabilities_from_language_sizes
+from xscale.data.mixture import initial_state, probabilities_of_stream_sources
 from xscale.data.scripts import check_language_name
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
@@ -56,7 +56,7 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     tlm = next(spec for spec in loader.last_streams if spec.name == "tlm")
     sizes = [source.records for source in loader.corpus.sources]
     weights = dict(
-        zip(tlm.sources, source_probabilities_from_language_sizes(tlm, loader.corpus.sources, 0.7, sizes), strict=True)
+        zip(tlm.sources, probabilities_of_stream_sources(tlm, loader.corpus.sources, 0.7, sizes), strict=True)
     )
     total = sum(n**0.7 for n in PAIRS.values())
     assert {loader.corpus.sources[s].langs: p for s, p in weights.items()} == pytest.approx(

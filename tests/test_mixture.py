@@ -20,7 +20,7 @@ from xscale.data.mixture import (
     draw_source_per_sample_systematically,
     group_of_each_value_in_sorted_order,
     plain_group_of_each_value_in_sorted_order,
-    source_probabilities_from_language_sizes,
+    probabilities_of_stream_sources,
 )
 from xscale.data.stream import Stream
 from xscale.errors import UserError
@@ -243,7 +243,7 @@ def test_streams_and_seeds_have_their_own_order() -> None:
 def test_weights_are_those_of_the_paper(alpha: float) -> None:
     """p_i = n_i^alpha / sum_j n_j^alpha over languages; several sources of a language share by their records."""
     sources: Any = [FakeSource("en", [600]), FakeSource("de", [50, 50]), FakeSource("en", [100, 200])]
-    found = source_probabilities_from_language_sizes(
+    found = probabilities_of_stream_sources(
         pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources]
     )
     p_en, p_de = 900**alpha / (900**alpha + 100**alpha), 100**alpha / (900**alpha + 100**alpha)
@@ -256,7 +256,7 @@ def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
     """hi-en beside en-hi: 300 + 100 records of one pair, which share by their records; also among what is drawn."""
     sources: Any = [FakeSource("en-hi", [300]), FakeSource("de-en", [800]), FakeSource("hi-en", [60, 40])]
     p = 400**alpha / (400**alpha + 800**alpha)
-    weights = source_probabilities_from_language_sizes(
+    weights = probabilities_of_stream_sources(
         pairs("tlm", (0, 1, 2), 1), sources, alpha, [source.records for source in sources]
     )
     assert weights == pytest.approx([p * 3 / 4, 1 - p, p / 4])

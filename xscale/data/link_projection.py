@@ -106,7 +106,7 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
     if tokenised is text:
         return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]
-    text_characters = [_folded(text[place]) for place in visible]
+    text_characters = [_nfkc_casefolded(text[place]) for place in visible]
     tokens = split_at_spaces_and_tabs(tokenised)
     token_characters = _flat_folded_characters(tokens)
     if text_characters != token_characters:
@@ -139,8 +139,8 @@ def character_indices_of_words(text: str, tokenised: str) -> list[list[int]]:
 
 def _flat_folded_characters(tokens: list[str]) -> list[str]:
     """Return the folded form of each character of all tokens, except white space."""
-    return [_folded(character) for character in "".join(tokens) if not character.isspace()]
+    return [_nfkc_casefolded(character) for character in "".join(tokens) if not character.isspace()]
 
 
-def _folded(character: str) -> str:
+def _nfkc_casefolded(character: str) -> str:
     return unicodedata.normalize("NFKC", character).casefold()

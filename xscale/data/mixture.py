@@ -156,10 +156,7 @@ class Mixture:
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
             weights.append(
-                [
-                    source_probabilities_from_language_sizes(stream, sources, config.alpha, sizes)
-                    for stream in phase_streams
-                ]
+                [probabilities_of_stream_sources(stream, sources, config.alpha, sizes) for stream in phase_streams]
             )
         self.weights = Schedule(streams.ends, tuple(weights))
         """For each phase and stream, the probability of each of the stream's sources."""
@@ -331,24 +328,23 @@ SIZED = 4
 """The number of shards from which the mean length of a source's records is estimated."""
 
 
-def source_probabilities_from_language_sizes(
-    stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]
+def probabilities_of_stream_sources(
+    stream: Stream, sources_of_run: list[Source], alpha: float, sizes_of_run_sources: Sequence[float]
 ) -> np.ndarray:
-    """Return the probability of each of the stream's sources; idle sources have the probability 0. sizes: the size of
-    each source of the run.
+    """Return the probability of each of the stream's sources; idle sources have the probability 0.
 
     The probability of a language, or of an undirected pair of languages, is proportional to n^alpha, where n is the
     size of all its sources. It is divided among these sources in proportion to their sizes.
     """
     size_of_pair = defaultdict[str, float](float)
     for number in stream.active_sources:
-        size_of_pair[sources[number].sorted_langs_name] += sizes[number]
+        size_of_pair[sources_of_run[number].sorted_langs_name] += sizes_of_run_sources[number]
     total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))
     for place, number in enumerate(stream.sources):
         if number not in stream.idle:
-            size = size_of_pair[sources[number].sorted_langs_name]
-            weights[place] = size**alpha / total * sizes[number] / size
+            size = size_of_pair[sources_of_run[number].sorted_langs_name]
+            weights[place] = size**alpha / total * sizes_of_run_sources[number] / size
     return weights
 
 

@@ -84,7 +84,7 @@ class Source:
         """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
         self._owner = object()
-        """See open_file."""
+        """See open_file_for_cache."""
         if remote:
             self._fetch_entries_file(remote)
 
@@ -382,17 +382,16 @@ class OpenFile:
 
 @cache
 def cached_file_opener() -> Callable[[object, str, bool], OpenFile]:
-    """Return `open_file` with a cache of the open files. The cache is made at the first call, because a rank raises its
-    limit of open files after the import."""
+    """Return `open_file_for_cache` with a cache of the open files: a file stays open while it is one of those that were
+    used last. The cache is made at the first call, because a rank raises its limit of open files after the import."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if limit == resource.RLIM_INFINITY else min(OPEN_FILES, limit // 2)
-    return lru_cache(most)(open_file)
+    return lru_cache(most)(open_file_for_cache)
 
 
-def open_file(owner: object, path: str, readahead: bool) -> OpenFile:
-    """Return a file that is open for reading. It stays open while it is one of the files that were used last. owner: an
-    object that a source and its copies have in common; for another owner, the file is opened again. readahead: see
-    Source.read."""
+def open_file_for_cache(owner: object, path: str, readahead: bool) -> OpenFile:
+    """Open a file for reading. owner: an object that a source and its copies have in common; it is only a part of the
+    cache's key, so that the file is opened again for another owner. readahead: see Source.read."""
     file = OpenFile(path)
     if readahead:
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)

@@ -7,7 +7,7 @@ from pathlib import Path
 from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries, split_pair_name
 from xscale.data.loader import Loader
-from xscale.data.mixture import PACK_FILL, source_probabilities_from_language_sizes, source_sizes
+from xscale.data.mixture import PACK_FILL, probabilities_of_stream_sources, source_sizes
 from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
@@ -170,9 +170,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
     for stream in loader.last_streams:
         texts = list[str]()
         names = [loader.corpus.sources[number].sorted_langs_name for number in stream.sources]
-        weights = source_probabilities_from_language_sizes(
-            stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by]
-        )
+        weights = probabilities_of_stream_sources(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
         for number, name, weight in zip(stream.sources, names, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
             if stream.reads_running_text:

@@ -59,7 +59,7 @@ class Validation:
         for _, entry in files.read_ends_and_entries_backwards(path) if path.exists() else ():
             with suppress(LookupError, AttributeError, TypeError, OverflowError):  # a damaged line
                 if entry["step"] <= step:
-                    self.record_selection_metric(entry["step"], entry["results"])
+                    self.note_score_of_step(entry["step"], entry["results"])
                     evaluated.add(entry["step"])
         file = self.checkpoints / checkpoints.BEST
         name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
@@ -72,7 +72,7 @@ class Validation:
                 )
         self.write_name_of_best_checkpoint()
 
-    def record_selection_metric(self, step: int, results: dict[str, Any]) -> None:
+    def note_score_of_step(self, step: int, results: dict[str, Any]) -> None:
         """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
         task, row, name = self.best.split("/", 2)
         number = results.get(task, {}).get(row, {}).get(name)
@@ -112,15 +112,15 @@ class Validation:
         if self.lines.file:
             self.report_results(step, results, time.monotonic() - started)
         return bool(self.best) and self.context.cpu_group.value_from_main(
-            lambda: self.record_and_check_if_best(step, results)
+            lambda: self.note_score_and_check_if_best_on_disk(step, results)
         )
 
-    def record_and_check_if_best(self, step: int, results: dict[str, Results]) -> bool:
+    def note_score_and_check_if_best_on_disk(self, step: int, results: dict[str, Results]) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
         Raises UserError if the results lack the number."""
         check_metric_is_measured(results, self.best)
         best = self.best_checkpoint()
-        self.record_selection_metric(step, results)
+        self.note_score_of_step(step, results)
         least = -math.inf if best is None else self.goodness[checkpoints.step_from_name(best)]
         return self.goodness.get(step, -math.inf) > least
 
