@@ -164,4 +164,4 @@ def measure_flops_per_second(encoder: Encoder, flops: cost.StepFlops, tokens: To
         begin = time.perf_counter()
         encoder(measured).sum().backward()
         times.append(time.perf_counter() - begin)
-    return flops.encoder_and_attention_flops(count, count, int((lengths**2).sum())) / min(times)
+    return flops.encoder_training_flops(count, count, int((lengths**2).sum())) / min(times)

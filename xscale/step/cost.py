@@ -215,7 +215,7 @@ class StepFlops:
     def flops_by_purpose(self, cost: Mapping[str, int], row_count: int) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows. row_count: the
         number of packed rows on all ranks."""
-        auxiliary = self.encoder_and_attention_flops(
+        auxiliary = self.encoder_training_flops(
             cost["auxiliary_tokens"], cost["auxiliary_places"], cost["auxiliary_squares"]
         )
         encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
@@ -228,10 +228,10 @@ class StepFlops:
             "vectors": (encoder + attention) / 3 if self.has_vectors and row_count > 1 else 0.0,
         }
 
-    def encoder_and_attention_flops(self, tokens: int, places: int, squared_lengths: int) -> float:
-        """Return the FLOPs of the encoder's forward and backward pass. places: the tokens whose states losses read.
+    def encoder_training_flops(self, tokens: int, read_tokens: int, squared_lengths: int) -> float:
+        """Return the FLOPs of the forward and backward pass. read_tokens: the tokens whose states losses read.
         squared_lengths: the sum of squared sequence lengths."""
-        linear = float(self.per_token * tokens + self.per_place * places)
+        linear = float(self.per_token * tokens + self.per_place * read_tokens)
         return linear + self.attention_flops(tokens, squared_lengths)
 
     def attention_flops(self, tokens: int, squared_lengths: int) -> float:
