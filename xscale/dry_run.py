@@ -131,16 +131,17 @@ def measure_loading_and_estimate_memory(
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank with ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB ({purposes})"
     if device == "cpu":
-        yield cpu_seconds_line(module, first)
+        yield cpu_seconds_line(module, first, process.world)
     size = 16 * cost.parameter_count(module) + module.auxiliary_bytes()
     yield f"size of a checkpoint: at most {size / 1e9:,.2f} GB"
 
 
-def cpu_seconds_line(module: StepModule, batch: StepBatch) -> str:
-    """Return a line with the estimated duration of a step on this machine's CPU. batch: one rank's part of the step."""
+def cpu_seconds_line(module: StepModule, batch: StepBatch, world: int) -> str:
+    """Return a line with the estimated duration of a step on this machine's CPU. batch: one rank's part of the step.
+    world: the number of ranks."""
     flops = cost.StepFlops(module.encoder, bool(module.streams_with_vectors()))
-    flops_of_step = sum(flops.flops_by_purpose(batch.cost(), len(batch.rows)).values())
-    seconds = flops_of_step / measure_flops_per_second(module.encoder, flops, batch.rows[0].tokens)
+    flops_of_rank = sum(flops.flops_by_purpose(batch.cost(), world * len(batch.rows)).values())
+    seconds = flops_of_rank / measure_flops_per_second(module.encoder, flops, batch.rows[0].tokens)
     seconds += UPDATE_SECONDS * cost.parameter_count(module)
     return f"duration of a step: about {seconds:,.1f} s on this CPU with {torch.get_num_threads()} thread(s)"
 
