@@ -1,5 +1,6 @@
 """Finds the rank of this process, whichever launcher started it, and exchanges small values between ranks."""
 
+import ctypes
 import logging
 import os
 import resource
@@ -21,6 +22,9 @@ TIMEOUT = timedelta(minutes=30)
 """The time limit of a collective. It is long, since one rank may hash a large checkpoint while others wait."""
 LOOPBACK = "lo"
 """The network interface of a run on one host."""
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+"""Numbers of parameters of malloc, from malloc.h of glibc."""
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
 DEFAULT_PORT = 29500
@@ -197,6 +201,15 @@ def open_local_store(process: Process) -> dist.Store | None:
     )
 
 
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed memory for later tensors. By default, malloc returns each large tensor to the
+    system, and page faults of the next tensors take up to a third of a step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries than glibc have no mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
 def join_process_group(process: Process) -> None:
     """Join the process group, over nccl on CUDA and gloo on a CPU. Raises UserError or DistNetworkError."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
@@ -210,9 +223,6 @@ def join_process_group(process: Process) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # With this setting, gloo connects a rank only with its neighbours in the ring, the ranks that it talks to.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # Huge pages for large tensors on the CPU lower the time of page faults from 14 % to 7 % of a step. Keeping freed
-    # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
@@ -225,7 +235,9 @@ def join_process_group(process: Process) -> None:
         print(f"rank {process.rank} of {process.world} connects to the other ranks at {address}", flush=True)
     backend = "gloo"
     device: torch.device | None = None
-    if get_accelerator().device_name() == "cuda":
+    if get_accelerator().device_name() == "cpu":
+        keep_freed_memory()
+    else:
         backend = "nccl"
         device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
