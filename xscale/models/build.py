@@ -181,7 +181,9 @@ def build_encoder(
             f"data.max_length {max_length} is too large: model.init {init} can read sequences of at most {limit} "
             f"tokens. Set data.max_length to {limit} or less"
         )
-    lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
+    lm.config.xscale = trained | {
+        "languages": [NEUTRAL, *_initialize_language_embeddings(lm, languages, language_embeddings)]
+    }
     return Encoder(lm, has_new_head)
 
 
@@ -328,7 +330,7 @@ def _set_token_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     lm.config.type_vocab_size = len(table)
 
 
-def _assign_language_rows(lm: PreTrainedModel, languages: list[str], language_embeddings: bool) -> list[str]:
+def _initialize_language_embeddings(lm: PreTrainedModel, languages: list[str], language_embeddings: bool) -> list[str]:
     """Give each language of the run a row of the model's token-type table if `language_embeddings`, else make all rows
     copies of row 0. Return the languages in the order of their rows.
 
