@@ -17,7 +17,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream import covers_every_language, unify_language_names
 from xscale.errors import UserError
-from xscale.models.build import _assign_language_rows
+from xscale.models.build import _initialize_language_embeddings
 from xscale.objectives.contextual import _anchor_side
 from xscale.run.resolve import resolve_run
 
@@ -108,7 +108,7 @@ def test_recipes_dictionaries_and_anchors_know_every_spelling(code: str, name: s
         lm = BertForMaskedLM(BertConfig(**TINY))
         lm.config.xscale = {"language_embeddings": True, "languages": ["neutral", "xx", asked]}
         before = lm.bert.embeddings.token_type_embeddings.weight.detach().clone()
-        assert _assign_language_rows(lm, [written, "yy"], True) == [written, "yy", "xx"]
+        assert _initialize_language_embeddings(lm, [written, "yy"], True) == [written, "yy", "xx"]
         now = lm.bert.embeddings.token_type_embeddings.weight
         assert torch.equal(now, before[[0, 2, 0, 1]])
 
