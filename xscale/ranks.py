@@ -235,12 +235,12 @@ def join_process_group(process: Process) -> None:
         print(f"rank {process.rank} of {process.world} connects to the other ranks at {address}", flush=True)
     backend = "gloo"
     device: torch.device | None = None
-    if get_accelerator().device_name() == "cpu":
-        keep_freed_memory()
-    else:
+    if get_accelerator().device_name() == "cuda":
         backend = "nccl"
         device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     store = open_local_store(process)
     if store is not None:
         dist.init_process_group(
