@@ -336,7 +336,7 @@ STREAM_IN_PHASES = ("samples", "weight", "languages")
 """The fields of a stream that a phase may change. Objectives name others in `in_phases` of their options."""
 BY_EPOCHS = MOST
 """The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
-Objectives = Mapping[str, Any]
+ObjectivesByName = Mapping[str, Any]
 """Name of an objective -> the Objective (xscale/objectives/base.py). Raises KeyError for an unknown name."""
 
 Value = TypeVar("Value")
@@ -456,7 +456,7 @@ def shipped_recipe_names() -> list[str]:
 # Reading. A function adds each problem to `problems` and continues.
 
 
-def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
+def load_recipe(name: str, sets: list[str], objectives: ObjectivesByName) -> Recipe:
     """Return the shipped recipe `name`, or the recipe in the YAML file at the path `name`. sets: overrides
     `key.sub=value`. Raises UserError with every problem."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
@@ -521,7 +521,7 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def build_recipe_without_phases(
-    tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
+    tree: dict[str, Any], objectives: ObjectivesByName, problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
     """Return the recipe with these fields, without phases. Return None if there is a problem, except one of
     checkpoint.best."""
@@ -563,7 +563,7 @@ def build_recipe_without_phases(
     return recipe
 
 
-def parse_stream(name: str, fields: Any, objectives: Objectives, problems: list[str]) -> Any:
+def parse_stream(name: str, fields: Any, objectives: ObjectivesByName, problems: list[str]) -> Any:
     """Return a stream with the options of its objective, or None if there is a problem."""
     where = f"streams.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -598,7 +598,7 @@ def parse_stream(name: str, fields: Any, objectives: Objectives, problems: list[
 
 
 def build_phases(
-    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: Objectives, problems: list[str]
+    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: ObjectivesByName, problems: list[str]
 ) -> tuple[Phase, ...]:
     """Return the phases of the recipe. tree: the recipe's fields without the phases."""
     if not isinstance(phases, list):

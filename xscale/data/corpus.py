@@ -22,7 +22,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import exists_or_is_hub_name, map_in_threads
 from xscale.ranks import CpuGroup
-from xscale.recipe import Objectives, Recipe, Schedule, TrainConfig, parse_section
+from xscale.recipe import ObjectivesByName, Recipe, Schedule, TrainConfig, parse_section
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of these files."""
@@ -82,7 +82,7 @@ def run_identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
 
 def open_corpus(
     recipe: Recipe,
-    objectives: Objectives,
+    objectives: ObjectivesByName,
     data: Sequence[Path | str],
     cpu_group: CpuGroup | None = None,
     *,
@@ -153,7 +153,7 @@ def check_file_sizes_against_index(sources: list[Source], cpu_group: CpuGroup) -
 
 def build_streams(
     recipe: Recipe,
-    objectives: Objectives,
+    objectives: ObjectivesByName,
     sources: list[Source],
     lexicons: tuple[Lexicon, ...],
     cpu_group: CpuGroup,
