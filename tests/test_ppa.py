@@ -418,20 +418,20 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     notes = prefill_queues(engine, loader, place)
     note = "filling the queue of streams.ppa, which has {} of 17 sentence vectors"
     assert notes == [note.format(7), note.format(14)], "after each batch of 7 keys, but for the last"
-    warm_up = prefilling.make_loader_for_prefill(loader, loader.last_streams[0])
+    prefill_loader = prefilling.make_loader_for_prefill(loader, loader.last_streams[0])
     filling, stream = (
         [
             key
             for batch in of.batches(place, "cpu", initial_state(of.last_streams), 3)
             for key in batch.record_keys[of.last_streams[0].name]
         ]
-        for of in (warm_up, loader)
+        for of in (prefill_loader, loader)
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
     expected, plain = [], []
     key_encoder, projection = moco.momentum.masters
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
-    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.last_streams), 3):
+    for batch in prefill_loader.batches(place, "cpu", initial_state(prefill_loader.last_streams), 3):
         for row in batch.rows:
             keys = row.auxiliary["ppa.prefill"].to(CPU)
             tokens = keys.tokens

@@ -212,7 +212,7 @@ def build_initial_encoder(
     )
     # For eval/alignment_score.py. Without `corpus.lexicons`, no objective of this run reads a dictionary.
     encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen if corpus.lexicons else corpus.withheld_before
-    encoder.set_dropout_unless_none(first.dropout)  # the warm-up of a queue precedes the first step
+    encoder.set_dropout_unless_none(first.dropout)  # the prefill of a queue precedes the first step
     return encoder
 
 

@@ -235,12 +235,12 @@ def prefill_queues(
         auxiliary_state = module.auxiliary_states.get(name)
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = make_loader_for_prefill(loader, stream)
+        prefill_loader = make_loader_for_prefill(loader, stream)
         wanted = auxiliary_state.prefill_samples
         have = 0
         LOG.info(f"streams.{name}: before step 1, the run fills the queue of {wanted:,} sentence vectors")
-        steps = 2 * -(-wanted // warm_up.last_streams[0].samples)
-        for batch in warm_up.batches(process, device.type, initial_state(warm_up.last_streams), steps):
+        steps = 2 * -(-wanted // prefill_loader.last_streams[0].samples)
+        for batch in prefill_loader.batches(process, device.type, initial_state(prefill_loader.last_streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(loader.recipe.train.seed, "prefill", name, *place))
