@@ -43,7 +43,8 @@ class MetricKey(NamedTuple):
 
 
 Counts = dict[MetricKey, int]
-"""The counts of a row or a step by key: "count" (targets), "drawn" and "too_long" (pairs)."""
+"""The counts of a row or a step by key. Names of keys: "count" (the targets of a term, or another count of
+StreamBatch.target_counts), "drawn" (sampled pairs), "too_long" (pairs over data.max_length)."""
 
 
 def loss_key(stream: str, term: str) -> MetricKey:

@@ -1,7 +1,8 @@
 """Train one encoder on a recipe: `deepspeed xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe xlm`.
 
-Exit codes: 0 done, 2 user error, 3 a loss or gradient is not finite, 4 the machine or another rank failed (such as a
-full disk), 5 no progress (a rank hangs), 75 stopped early by a signal or the time limit (start again to continue).
+Exit codes: 0 done, 1 a bug of xscale, 2 user error, 3 a loss or gradient is not finite, 4 the machine or another rank
+failed (such as a full disk), 5 no progress (a rank hangs), 75 stopped early by a signal or the time limit (start again
+to continue), 130 ended by Ctrl-C during the start.
 """
 
 import sys

@@ -107,7 +107,7 @@ def sum_losses_of_fitting_pairs(
         states = encoder_states_by_stream(model.encoder, row)["tlm"]
         losses = tlm.OBJECTIVE.loss(Parts(model.encoder), states, row.arrays["tlm"], options)
         (prediction,) = losses.predictions
-        _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_MH, row.labels)
+        _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_ME, row.labels)
         sums_M3 = torch.stack([losses_M, right_M, torch.ones_like(losses_M)], 1).double().cpu().numpy()
         pair_of_target_M = stream_batch.sequences.sequence_of_token[stream_batch.states["masked"].columns]
         np.add.at(sums_S3, start + pair_of_target_M, sums_M3)

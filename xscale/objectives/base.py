@@ -8,7 +8,8 @@ A loss is always a sum over targets. The step divides it by a count over the who
 the number of the term's targets, or the count that `divisors` names. So the loss does not depend on how the global
 batch is divided.
 
-Shape letters: M predictions, T targets of a term, S states, H width of the head, V samples of the step.
+Shape letters: M predictions, T targets of a term, S states, H hidden width, E width of the vocabulary head's input,
+n samples of a row, V samples of the step, D width of a vector.
 """
 
 from collections.abc import Callable
@@ -24,11 +25,12 @@ from xscale.models.encoder import Encoder
 
 
 class Prediction(NamedTuple):
-    """Features of one loss term. The vocabulary head is called once for all terms of the row."""
+    """The predictions of one loss term. The vocabulary head is called once for all terms of the row."""
 
     term: str
     """The loss term. The stream batch has its labels by this name."""
-    features_MH: Tensor
+    features_ME: Tensor
+    """The output of `Encoder.features` for each prediction, in the order of the term's labels."""
     accuracy: str = "accuracy"
     """Name of the metric that reports the share of correct predictions."""
 
@@ -42,10 +44,11 @@ class Losses:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Loss term -> scalar, the sum over its targets."""
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
-    """Metric -> (value, loss term). The value is divided by the term's number of targets. It is one number, the sum
-    over the targets, or has a number for each target [T]. A metric with a number for each target is also reported by
-    language, if the stream batch has group_of_target. In place of a loss term, another name of
-    StreamBatch.target_counts may stand, such as that of a number of pairs."""
+    """Metric -> (value, loss term). The value has a number for each target of the term [T], or is the sum of these
+    numbers. The sum over the step is divided by the term's number of targets. A metric with a number for each target is
+    also reported by language, if the stream batch has group_of_target for the term. In place of a loss term, another
+    name of StreamBatch.target_counts may stand, such as that of a number of pairs; the sum is then divided by that
+    count."""
 
 
 class AuxiliaryState(Protocol):
@@ -75,13 +78,13 @@ class AuxiliaryState(Protocol):
 class HasQueue(AuxiliaryState, Protocol):
     """An auxiliary state with a queue of vectors of earlier steps. All ranks exchange their new vectors once a step.
 
-    The queue is filled before step 1, with the initial weights (queue warm-up).
+    The queue is filled before step 1, with vectors of the initial weights. This is the prefill.
     """
 
     steps: int
     """Number of optimizer steps of the run, which StepModule sets. It is not saved, because a resume may change it."""
     prefill_samples: int
-    """Number of samples that the warm-up reads; 0 if there is no warm-up."""
+    """The number of vectors with which the prefill fills the queue, one for each sample; 0 if there is no prefill."""
 
     def gather_new_vectors(self, vector_counts_of_ranks: list[int] | None) -> None:
         """Exchange the vectors. All ranks call it after `encode` of the last row of a step, before the first loss.
@@ -89,26 +92,28 @@ class HasQueue(AuxiliaryState, Protocol):
         these numbers."""
 
     def enqueue_new_vectors(self) -> int:
-        """Add the computed vectors to the queue. During warm-up, every rank calls this once per global batch, after
-        `encode` of all its rows. Returns the number of samples in the queue."""
+        """Add the computed vectors to the queue. During the prefill, every rank calls this once per global batch, after
+        `encode` of all its rows. Returns the number of vectors in the queue."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules that an objective's functions get: the encoder and the objective's own heads."""
+    """The parts of the model that an objective's functions get."""
 
     encoder: Encoder
     heads: Any = None
-    """The objective's own trainable module, if it has one."""
+    """What the objective's function `heads` has returned: its own trainable module, or None."""
     auxiliary_state: Any = None
+    """What the objective's function `auxiliary_state` has returned, or None."""
 
 
 def step_loss_share(losses_V: Tensor, own_n: Tensor) -> Tensor:
-    """Return a packed row's part of a loss that compares all samples of the step, for objectives with `vectors`.
+    """Return a packed row's part of a loss that compares all samples of the step, for objectives with a function
+    `vectors` (see Objective below).
 
-    Its value is the loss of the row's own samples. Its gradient is that of the whole step's loss, because the losses of
-    other rows depend on this row's vectors, too. losses_V: loss of each sample of the step; own_n: the indices of
-    the row's samples in the step.
+    Its value is the sum of the losses of the row's own samples. Its gradient is that of the sum of all samples' losses,
+    because the losses of other rows' samples depend on this row's vectors, too. losses_V: the loss of each sample of
+    the step; own_n: the indices of the row's samples in the step.
     """
     own = losses_V[own_n].sum().detach()
     everything = losses_V.sum()
@@ -118,24 +123,30 @@ def step_loss_share(losses_V: Tensor, own_n: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
+    """An objective: its functions, the class of its options, and the data that it needs. The fields without a default
+    are required."""
+
     record_kind: Literal["mono", "pair"]
-    """The kind of records that a sample consists of; samples of "mono" are packed to max_length."""
+    """The kind of records that a sample consists of. A sample of "pair" is one sentence pair. A sample of "mono" is
+    sentences with about data.max_length tokens together."""
     options: type
     """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
     a phase may change. Only collate, loss and terms may read these fields, and `terms` must return the same keys
     whatever their values are."""
     collate: Callable[[list[list[Example]], Any, CollateContext], StreamBatch]
-    """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of one or more examples."""
+    """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of examples: one pair, or
+    one or more sentences."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
     """(parts, states [S, H] by name, arrays, options) -> losses. It runs on the device."""
     terms: Callable[[Any], dict[str, float]]
     """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
     """Loss term -> the name of a count (StreamBatch.target_counts). The term's sum is divided by this count over the
-    step, and not by the term's number of targets. AlignLM, for example, has {"bi": "mono"}."""
+    step, and not by the term's number of targets. AlignLM, for example, has {"bi": "mono"}. The losses by language are
+    still divided by the number of targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Metric -> the names of two counts of the stream batch; the metric is the first divided by the second. It is not
-    reported by language."""
+    """Metric -> the names of two counts (StreamBatch.target_counts). The metric is the first count over the step,
+    divided by the second. It is not reported by language."""
     words: Callable[[Any], bool] = lambda options: False
     """options -> True if collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
@@ -145,11 +156,12 @@ class Objective:
     auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] = lambda encoder, heads, options: None
     """(encoder, heads, options) -> the auxiliary state, with the initial weights; None if these options need none."""
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
-    """Like `loss`, but returns vectors [n, D] of the row's samples. The losses of all rows of the step get them.
+    """(parts, states, arrays, options) -> vectors [n, D] of the row's samples. The losses of all rows of the step read
+    them.
 
     The loss then gets states["step"] [V, D], the vectors of the whole step, and states["own"] [n], the indices of the
     row's own vectors in it. Only the row's own vectors have a gradient. This costs a second forward pass, unless the
-    step has only one row. See `step_loss_share`.
+    step has only one row on one rank. See `step_loss_share` above.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, number of samples of a step) -> an error message with the remedy; None if the options are valid for

@@ -7,8 +7,8 @@ from xscale.step.step import divisor_of_term
 
 
 def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe) -> dict[str, float]:
-    """Return the losses and metrics of whole streams by name, each divided by its number of targets. sums, counts:
-    summed over all ranks."""
+    """Return the losses and metrics of whole streams by name. A loss is its sum divided by `divisor_of_term`; a metric
+    is its sum divided by the count of its term. sums, counts: over all ranks."""
     metrics = dict[str, float]()
     for key, value in sums.items():
         stream = recipe.streams[key.stream]
@@ -34,7 +34,8 @@ def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe)
 def language_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe) -> dict[str, float]:
     """Return the metrics of the languages and pairs in the step by name: losses and their counts (loss/mlm/en,
     count/mlm/en), metrics with a number for each target (accuracy/ppa/de-en), and the shares of pairs over
-    data.max_length (too_long/tlm/de-en). sums, counts: of all ranks."""
+    data.max_length (too_long/tlm/de-en). A loss of a language is the mean over its targets, even if `divisor_of_term`
+    is another count: loss/alignlm.bi/de-en cannot be compared with loss/alignlm.bi. sums, counts: over all ranks."""
     metrics = dict[str, float]()
     for key, value in sums.items():
         count = counts.get(key._replace(name="count"), 0)

@@ -2,8 +2,9 @@
 
 It makes one pass through the encoder, one gather of all states that losses read, and one call of the vocabulary head.
 
-Shape letters: N tokens of a row, S states that losses read, M predictions, m those of a term, T targets of a term,
-G languages and pairs, H hidden width, K sums.
+Shape letters: N tokens of a row, P tokens whose states are read, S states that losses read, M predictions, m those of
+a term, T targets of a term, G languages and pairs, H hidden width, E width of the vocabulary head's input, K sums,
+n samples of a row, V samples of the step, D width of a vector.
 """
 
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
 
 Weights = dict[MetricKey, float]
-"""The factor of a term's sum over targets in the loss of the step, by `loss_key`."""
+"""The number by which a term's sum over targets is multiplied in the loss of the step, by `loss_key`."""
 States = dict[str, dict[str, Tensor]]
 """The states that losses read, by stream and name."""
 
@@ -34,7 +35,8 @@ class Sums:
     """Sums of losses and metrics over targets, on the device until metrics are read."""
 
     keys: list[MetricKey]
-    """The key of each sum. The sum is divided by the number of targets of the key's term."""
+    """The key of each sum. step/metrics.py divides the sums by counts: a loss by `divisor_of_term`, a metric by the
+    count of the key's term."""
     values_K: Tensor
 
     @staticmethod
@@ -77,8 +79,8 @@ class StepModule(nn.Module):
         """The peak learning rate of new heads, or None if they have no own rate."""
         self.heads = nn.ModuleDict()
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
-        """States that no optimizer updates. They are not submodules, because DeepSpeed must neither cast nor save
-        them."""
+        """The auxiliary states of the streams, by stream. They are not submodules, because DeepSpeed must neither cast
+        nor save them."""
         self.set_streams(recipe)
         for name, stream in recipe.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
@@ -115,8 +117,9 @@ class StepModule(nn.Module):
         return Parts(self.encoder, heads.get(stream), self.auxiliary_states.get(stream))
 
     def streams_with_vectors(self) -> list[str]:
-        """Return the streams whose objective compares the samples of a whole step, for which each row has one more
-        forward pass."""
+        """Return the streams whose objective compares the samples of a whole step. If there are any, the step begins
+        with another forward pass of each row, which computes the vectors of these objectives. A step with one row on
+        one rank has no such pass."""
         return [name for name, stream in self.streams.items() if OBJECTIVES[stream.objective].vectors]
 
     def auxiliary_bytes(self) -> int:
@@ -129,8 +132,8 @@ class StepModule(nn.Module):
         return size
 
     def compute_vectors(self, stream: str, states: dict[str, Tensor], row: Row) -> Tensor:
-        """Return the vectors of a row that other rows of the step read [n, D]. states: the row's states of the
-        stream."""
+        """Return the vectors of a row's samples, which the losses of all rows of the step read [n, D]. states: the
+        row's states of the stream."""
         objective = OBJECTIVES[self.streams[stream].objective]
         assert objective.vectors
         with self.adding_stream_to_errors(stream, "vectors"):
@@ -183,12 +186,13 @@ class StepModule(nn.Module):
     def predict_tokens(
         self, row: Row, predictions: list[tuple[str, Prediction]], prediction_weights_M: Tensor, largest_weight: float
     ) -> tuple[Tensor, list[Sums]]:
-        """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
-        ranks must use the head. Returns the loss, and each term's loss and accuracy, with the losses by language."""
-        features_MH = torch.cat([p.features_MH for _, p in predictions])
+        """Call the vocabulary head once for all predictions of the row. It is called even if the row has no predicted
+        token, because all ranks must use the head. Returns the loss, and the sums of each term's losses and correct
+        predictions, with the sums of the losses by language."""
+        features_ME = torch.cat([p.features_ME for _, p in predictions])
         smoothing = self.smoothing if self.training else {}
         loss, losses_M, right_M = self.encoder.vocabulary_loss(
-            features_MH, row.labels, weights_M=prediction_weights_M, largest_weight=largest_weight, **smoothing
+            features_ME, row.labels, weights_M=prediction_weights_M, largest_weight=largest_weight, **smoothing
         )
         sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
@@ -214,8 +218,8 @@ def sums_of_objective(losses: Losses, stream: str, row: Row, sum_dtype: torch.dt
 
 
 def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> list[Sums]:
-    """Return the sums over the targets of each language or pair, or [] if collate has not told the targets' languages.
-    name: what the values are; term: the `loss_key` of the term whose targets have the values."""
+    """Return the sums over the targets of each language or pair, or [] if the stream batch has no group_of_target for
+    the term. name: what the values are; term: the `loss_key` of the term whose targets have the values."""
     if term not in row.group_of_target:
         return []
     languages = row.language_groups[term.stream]
@@ -239,13 +243,14 @@ def encoder_states_by_stream(encoder: Encoder, row: Row) -> States:
     return states
 
 
-def insert_own_vectors(states: dict[str, Tensor], own_vectors_ND: Tensor) -> dict[str, Tensor]:
-    """Return "step", the vectors of the whole step, and "own", the indices of the row's own vectors in it. Only these
-    have a gradient. states: the row's states of the stream. The only row of a step has no precomputed vectors."""
+def insert_own_vectors(states: dict[str, Tensor], own_vectors_nD: Tensor) -> dict[str, Tensor]:
+    """Return "step", the vectors of the whole step [V, D], and "own", the indices of the row's own vectors in it [n].
+    Only the row's own vectors have a gradient. states: the row's states of the stream. They have no "step" if the step
+    has only this row."""
     if "step" not in states:
-        return {"step": own_vectors_ND, "own": torch.arange(len(own_vectors_ND), device=own_vectors_ND.device)}
+        return {"step": own_vectors_nD, "own": torch.arange(len(own_vectors_nD), device=own_vectors_nD.device)}
     own_n = states["own"]
-    return {"step": states["step"].index_copy(0, own_n, own_vectors_ND), "own": own_n}
+    return {"step": states["step"].index_copy(0, own_n, own_vectors_nD), "own": own_n}
 
 
 def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None:
@@ -255,7 +260,7 @@ def check_losses(losses: Losses, stream: str, row: Row, terms: set[str]) -> None
         f"`loss` returned {type(losses).__name__}, not Losses of xscale/objectives/base.py"
     )
     labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
-    predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
+    predicted = [(prediction.term, len(prediction.features_ME)) for prediction in losses.predictions]
     assert predicted == labels, (
         f"`loss` returned the predictions {predicted}, but `collate` returned the labels {labels}. Both are "
         "lists of (term, number of targets), and must be equal"

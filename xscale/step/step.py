@@ -1,6 +1,6 @@
 """The optimizer step makes a forward and backward pass for each packed row, one reduction over ranks and one update.
 
-Shape letters: M predictions, n or N samples of a row, V samples of the step, D width of a vector.
+Shape letters: M predictions, n samples of a row, V samples of the step, D width of a vector.
 """
 
 import time
@@ -28,13 +28,13 @@ class StepResult:
     """The numbers of a step for its metrics. The tensors are on the device."""
 
     sums: Sums
-    """This rank's sums over all rows of the step."""
+    """The sums over this rank's rows."""
     gradient_norms: dict[str, Tensor]
     """The norm of each stream's gradient by metric name, if they were measured."""
     lr: float
-    """The learning rate."""
+    """The learning rate of the encoder."""
     begin: Any
-    """The time at which this rank's passes began, by `record_device_time`."""
+    """The time at which this rank's forward and backward passes began, by `record_device_time`."""
     end: Any
     """The time at which the passes ended, before the reduction."""
 
@@ -47,7 +47,7 @@ class StepResult:
 
 
 Seed = tuple[str | int, ...]
-"""The seed of everything random about a row."""
+"""The seed of the dropout masks in the passes of a row."""
 
 
 def compute_row_loss(module: Any, row: Row, precomputed: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
@@ -56,9 +56,10 @@ def compute_row_loss(module: Any, row: Row, precomputed: States, weights: Weight
     row: a row on the device. precomputed: the row's element of what `precompute_and_gather_states` returns. Every pass
     with the same seed draws the same dropout masks.
 
-    `weights` are for the sums that an objective has computed itself (Losses.sums). For predictions, weights of
-    1 / targets may be below what fp16 can represent. The head therefore gets prediction_weights_M = weight /
-    largest_weight, which is at most 1, and multiplies the sum of the losses by `largest_weight` in fp32.
+    The module applies `weights` only to the sums that an objective has computed itself (Losses.sums). The weight of a
+    prediction is about 1 / targets, which may be below what fp16 can represent. The vocabulary head therefore gets
+    prediction_weights_M = weight / largest_weight, which is at most 1, and multiplies the sum of the losses by
+    `largest_weight` in fp32.
     """
     weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
     largest_weight = float(weight_of_term.max(initial=0)) or 1.0
@@ -81,12 +82,14 @@ def optimizer_step(
 ) -> StepResult:
     """Train on the rows of one step.
 
-    The loss of the step is a sum over streams and terms of weight * factor * (sum over targets / number of targets on
-    all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
+    The loss of the step is a sum over the terms of all streams. A term adds weight * factor * (sum over its targets on
+    all ranks) / divisor: the stream's `Recipe.stream_weight`, the term's factor in `Objective.terms`, and the count
+    that `divisor_of_term` returns. DeepSpeed divides gradients by the number of ranks, so the weights are multiplied
+    by it.
 
-    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). measure_norms: measure the
-    gradient norm of each stream. vector_counts_of_ranks: stream -> number of vectors of each rank that enter the
-    stream's queue.
+    counts: the step's counts over all ranks (AgreedStep.counts in run/synchronizer.py). step: the number of steps done
+    before this one, so the first step is 0. measure_norms: measure the gradient norm of each stream.
+    vector_counts_of_ranks: stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_streams(recipe)
@@ -118,7 +121,8 @@ def optimizer_step(
 def sum_evaluation_losses(
     engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, show_progress: Callable[[], None] = lambda: None
 ) -> Sums:
-    """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
+    """Return this rank's sums over evaluation rows, without dropout, label smoothing and z loss. The weights and the
+    auxiliary states do not change.
 
     recipe: its streams are those of the rows. All ranks must have the same number of rows. show_progress: it is called
     before each row.
@@ -150,10 +154,11 @@ def record_device_time(device: torch.device) -> float | torch.cuda.Event:
 
 
 def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
-    """Return each row's states of auxiliary encoders, by stream and name.
+    """Return for each row what the auxiliary encoders compute for it: {stream: {"auxiliary": states}}.
 
-    Consecutive rows go through an auxiliary encoder together, as long as their tokens are no more than those of the
-    largest row. A pass over few tokens costs a GPU's host as much as one over many.
+    A pass over few tokens costs a GPU's host as much as a pass over many. So an auxiliary encoder reads several
+    consecutive rows in one pass, if their auxiliary rows together have at most as many tokens as the largest row of
+    this rank. The dropout masks of a pass depend on the seed of its first row.
     """
     states_of_rows: list[States] = [{} for _ in rows]
     max_tokens = max(len(row.tokens.input_ids) for row in rows)
@@ -187,10 +192,15 @@ def group_rows_by_tokens(tokens_of_rows: list[int], max_tokens: int) -> list[lis
 def precompute_and_gather_states(
     module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts_of_ranks: Mapping[str, list[int]] = {}
 ) -> list[States]:
-    """Return the states that each row's losses read in addition to those of the row's forward pass: the states of the
-    auxiliary encoders and, for objectives that compare the samples of a whole step, the vectors of all rows and ranks.
-    The only row of a step computes all these vectors in its own forward pass, so they are not computed here. Also let
-    the auxiliary states gather their vectors from all ranks. vector_counts_of_ranks: see `optimizer_step`."""
+    """Return the states that each row's losses read in addition to those of the row's forward pass.
+
+    These are the states of the auxiliary encoders and, for objectives that compare the samples of a whole step, the
+    vectors of all rows and ranks. If the step has only one row on all ranks, the forward pass of this row computes all
+    vectors, so they are not computed here.
+
+    The auxiliary states with a queue also gather their new vectors from all ranks. vector_counts_of_ranks: see
+    `optimizer_step`.
+    """
     precomputed = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
@@ -222,10 +232,10 @@ def add_gathered_vectors_of_step(
     for stream in streams:
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = all_gather_rows(torch.cat(vectors_of_rows))
-        for row_states, row_ND in zip(precomputed, vectors_of_rows, strict=True):
-            own_n = torch.arange(start, start + len(row_ND), device=row_ND.device)
+        for row_states, row_nD in zip(precomputed, vectors_of_rows, strict=True):
+            own_n = torch.arange(start, start + len(row_nD), device=row_nD.device)
             row_states[stream] = row_states.get(stream, {}) | {"step": step_VD, "own": own_n}
-            start += len(row_ND)
+            start += len(row_nD)
 
 
 def loss_keys(recipe: Recipe) -> list[MetricKey]:
@@ -238,7 +248,7 @@ def loss_keys(recipe: Recipe) -> list[MetricKey]:
 
 
 def weights_of_term_sums(recipe: Recipe, counts: Counts, step: int) -> Weights:
-    """Return the factor of each term's sum over targets in the loss of the step."""
+    """Return the number by which each term's sum over targets is multiplied in the loss of the step."""
     weights: Weights = {}
     for key in loss_keys(recipe):
         stream = recipe.streams[key.stream]

@@ -30,7 +30,7 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
 
 
 def offloads_optimizer(ds_config: dict[str, Any]) -> bool:
-    """Return whether the optimizer is in host memory."""
+    """Return whether a ds_config moves the optimizer's state out of device memory."""
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
@@ -41,7 +41,8 @@ def keeps_whole_weights(engine: Any) -> bool:
 
 @contextmanager
 def gathered_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
-    """Yield the weight, gathered if ZeRO stage 3 partitions it; it may only be read. All ranks call it together."""
+    """Yield the whole weight, which may only be read. ZeRO stage 3 gathers it from the ranks, so all ranks call this
+    together."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
@@ -53,8 +54,8 @@ def register_weights_read_directly(engine: Any, weights: Iterable[nn.Parameter])
     the first pass.
 
     DeepSpeed finds such weights by itself only if they are partitioned before a pass. Small weights are partitioned
-    only after a skipped step. A weight that is found only then is missing from the order in which DeepSpeed fetches
-    weights, and DeepSpeed stops with "tracing error".
+    only after a skipped step. DeepSpeed records in the first step in which order it fetches weights. A weight that it
+    finds later is missing from this order, and DeepSpeed stops with "tracing error".
     """
     if keeps_whole_weights(engine):
         return
@@ -68,11 +69,14 @@ def register_weights_read_directly(engine: Any, weights: Iterable[nn.Parameter])
 def one_reduction(engine: Any) -> Iterator[None]:
     """Keep the gradients of the backward passes in this context on this rank, and reduce their sums at its end, once.
 
-    At stages 1 and 2, the gradients of each parameter group are views of one flat tensor. All passes add to it, and
-    then this tensor itself is reduced, so that no gradient is copied. Where DeepSpeed keeps gradients in other places
-    (`supports_flat_gradients`), and at stage 3, its `coalesce_grad_reduction` reduces them in buckets; without it,
-    stages 2 and 3 reduce after every pass. Stage 0 and BF16_Optimizer do not support it, and reduce when
-    `allreduce_gradients` is called.
+    How the gradients are reduced depends on the ZeRO stage:
+
+    - At stages 1 and 2, the gradients of each parameter group are views of one flat tensor. All passes add to it, and
+      then this tensor itself is reduced, so that no gradient is copied. `supports_flat_gradients` has the exceptions.
+    - At stage 3, and in most of these exceptions, DeepSpeed's `coalesce_grad_reduction` reduces the gradients in
+      buckets. Without it, stages 2 and 3 would reduce after every pass.
+    - Stage 0 and BF16_Optimizer do not support `coalesce_grad_reduction`. They reduce when `allreduce_gradients` is
+      called.
     """
     private.remove_gradient_hooks(engine)
     flat_gradients = None
