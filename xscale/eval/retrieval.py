@@ -96,13 +96,13 @@ def evaluate(
 
 def retrieval_accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
     """Return the retrieval accuracy in each direction, their mean, and the number of sentences. An accuracy is the
-    share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
+    share of rows whose match in the other matrix has the same index. Rows are unit vectors. margin: one of MARGINS."""
     if margin == "cosine":
         matches = [
             topk_dot_products(first_NH, second_NH, 1)[1][:, 0],
             topk_dot_products(second_NH, first_NH, 1)[1][:, 0],
         ]
-    else:
+    else:  # "ratio"
         matches = ratio_matches(first_NH, second_NH)
     sentences = len(first_NH)
     right_N3 = np.ones((sentences, 3))

@@ -1,7 +1,13 @@
 """The encoder of a run: a Hugging Face masked-LM model that reads packed rows, and whose head is called separately.
 
-Shape letters: N tokens of a row, P tokens whose states are read, B sequences, H hidden width, E width of the
-embeddings, M selected states, V vocabulary.
+A flat forward pass reads the tokens of a packed row without padding. models/flat.py has flat passes for some model
+types, and a pass that pads the sequences for the others.
+
+The masked-LM head of a model consists of the layers of its `Head` and of the vocabulary head, the output layer over the
+vocabulary.
+
+Shape letters: N tokens of a row, P tokens whose states are read, H hidden width, E width of the embeddings, M selected
+states, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,7 +25,7 @@ from xscale.ops.masked_ce import LossAndCorrect, masked_cross_entropy
 
 
 class Head(NamedTuple):
-    """The layers between a last hidden state [H] and the input of the vocabulary projection [E]:
+    """The layers between a last hidden state [H] and the input of the vocabulary head [E]:
     norm(activation(dense(x)))."""
 
     dense: nn.Linear
@@ -48,7 +54,7 @@ HEADS: dict[str, Callable[[Any], Head]] = {
     "modernbert": lambda model: Head(model.head.dense, model.head.act, model.head.norm),
     "distilbert": lambda model: Head(model.vocab_transform, model.activation, model.vocab_layer_norm),
 }
-"""Model type -> function that returns the masked-LM head of a Hugging Face model."""
+"""Model type -> function that returns the `Head` of a Hugging Face model."""
 
 
 def _check_config(config: Any) -> None:
@@ -85,8 +91,8 @@ class Encoder(nn.Module):
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
         self._states_of_layers = choose_forward_pass(lm.config)
-        """The function that yields the hidden states of each layer. With `places`, it yields fewer tokens of the last
-        layer. The padded pass yields the last layer only."""
+        """The forward pass. A flat pass yields the hidden states of each layer, the padded pass only those of the last
+        layer. Of the last layer, both yield only the states at `places`, unless it is None."""
 
     @property
     def width(self) -> int:
@@ -103,15 +109,15 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tokens, places: Tensor | None = None) -> Tensor:
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
-        occurs twice."""
+        occurs twice. In training mode, the dropout masks depend on PyTorch's random generator."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
         for states in self._states_of_layers(self.lm.base_model, tokens, seed, places):
             last_states = states  # and not a list of all layers' states, which would stay in memory
         return last_states
 
     def hidden_states(self, tokens: Tokens) -> list[Tensor]:
-        """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
-        no dropout in evaluation mode."""
+        """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. Call
+        it in evaluation mode, without dropout."""
         if self._states_of_layers is last_states_by_padded_pass:
             return layer_states_by_padded_pass(self.lm.base_model, tokens, all_layers=True)
         return list(self._states_of_layers(self.lm.base_model, tokens, seed=0, places=None))
@@ -133,12 +139,12 @@ class Encoder(nn.Module):
                 module.attention_dropout = p
 
     def features(self, states_MH: Tensor) -> Tensor:
-        """Return the head's output [M, E] for last hidden states. It is the input of the vocabulary projection."""
+        """Return the output of the `Head` for last hidden states [M, E]. It is the input of the vocabulary head."""
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 
     def vocabulary_loss(self, features_ME: Tensor, labels_M: Tensor, **options: Any) -> LossAndCorrect:
-        """Return masked_cross_entropy (ops/masked_ce.py) of the features with the tied projection and its bias.
-        options: the optional arguments of masked_cross_entropy."""
+        """Return masked_cross_entropy (ops/masked_ce.py) of the features with the weight and bias of the vocabulary
+        head. options: the optional arguments of masked_cross_entropy."""
         out = self.lm.get_output_embeddings()
         return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, **options)

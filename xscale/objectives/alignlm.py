@@ -9,13 +9,14 @@
 
 Decided, where the paper is silent:
 - Links connect words (data/words.py), or symbols; a link between a word and a symbol is left out. `expand: all` links
-  every sub-word of one word to every sub-word of the other; `expand: first` links only their first sub-words.
-- (5) is a sum, as printed; `normalize: mean` divides it by the number of linked sub-words.
-- A masked token whose words have no link, or whose linked words were cut off, has no bilingual target. The metric
-  `bilingual_coverage` is the share of masked tokens that have one, `bilingual_links` the mean number of linked states.
+  every token of one word to every token of the other; `expand: first` links only their first tokens.
+- (5) is a sum, as printed; `normalize: mean` divides it by the number of its summands.
+- A masked token that is linked to no token, or only to tokens that were cut off, has no bilingual target. The metric
+  `bilingual_coverage` is the share of masked tokens that have one. The metric `bilingual_links` is the mean number of
+  tokens to which these are linked.
 - Both losses are divided by |M|, the number of masked tokens, because (9-11) add both for each masked token. If L_bp
-  were divided by the number of linked tokens, its weight would be 1.1 to 5 times lambda, depending on the links of the
-  text.
+  were divided by the number of its own targets, its weight would be 1.1 to 5 times lambda, depending on the links of
+  the text. The losses by language are divided by the number of their own targets, for L_bp, too.
 - W1, b1 and GELU belong to the pre-trained head; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.

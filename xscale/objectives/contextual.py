@@ -8,11 +8,11 @@ f(i, s) is the last hidden state of word i's last sub-word in s. The two sentenc
 is masked. R prevents all states from becoming equal.
 
 Decided, where the paper is silent:
-- R is a sum over every sub-word of t, not only over the last ones of words. Special tokens belong to neither sum.
-- Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
+- R is a sum over every token of t, not only over the last tokens of words. Special tokens belong to neither sum.
+- Both sums are divided by the number of tokens of both sentences, so that lambda does not depend on the number of
   links.
 - Only one-to-one links count, as in the authors' code: the two words have no other link, also none to punctuation. A
-  word that was cut is represented by its last remaining sub-word.
+  word that was cut is represented by its last remaining token.
 - After that, links of punctuation are left out. They are frequent and similar, and would pull all sentences together.
 """
 
@@ -145,7 +145,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=compute_losses,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
-    # Both sums are divided by the number of sub-words of both sentences.
+    # Both sums are divided by the number of tokens of both sentences, without special tokens.
     divisors={"align": "tokens", "anchor": "tokens"},
     words=lambda options: True,
     needs="links",

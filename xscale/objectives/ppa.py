@@ -13,7 +13,7 @@ Decided, where the paper is silent:
 - The queue is filled before the first step (`prefill`). It is the same on every rank, holds the keys of the global
   batch in global order, and does not change during an optimizer step, so the partition into rows does not matter.
 - A key in the queue is left out of the sum if its pair shares a text with the query's pair; the metric `own_keys`
-  counts such keys. Such a key comes from the same pair in an earlier epoch or in the warm-up, from the same sentence in
+  counts such keys. Such a key comes from the same pair in an earlier epoch or in the prefill, from the same sentence in
   another pair, or from another translation of it.
 - The momentum encoder is updated once after each optimizer step, but not after a skipped one (fp16 overflow). The keys
   of a skipped step still enter the queue, because its forward pass was sound; a key that is not finite becomes 0.
@@ -148,31 +148,32 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
     A query view is the first side of a pair alone, a key view is the second side alone. The auxiliary sequences are the
-    key views. The states are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in
-    the global batch.
+    key views. The states are "masked" [M] and "query" [B], one for each query view. The array "number" [B] has each
+    pair's index in the global batch, the array "texts" [B, 2] the hashes of its two texts. If the weight of L_TLM or
+    L_MoCo is 0, what only this loss reads is left out.
     """
     pairs = context.fit_pairs(samples)
     first_sides = tlm.draw_first_sides(pairs)
-    words = StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
+    masked = StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
     if options.tlm_weight:
-        words = masked_lm_batch(pairs, first_sides, options, context)
-    stream_batch = replace(words, samples=len(pairs))
+        masked = masked_lm_batch(pairs, first_sides, options, context)
+    stream_batch = replace(masked, samples=len(pairs))
     if not options.moco_weight:
         return stream_batch
     query = sentence_sequences(pairs, first_sides, context)
     key = sentence_sequences(pairs, [1 - side for side in first_sides], context)
-    query_states = gather_cls_or_text_sum(query, options.pooling).shift(len(words.sequences.ids))
+    query_states = gather_cls_or_text_sum(query, options.pooling).shift(len(masked.sequences.ids))
     return replace(
         stream_batch,
-        sequences=concat_sequences(words.sequences, query),
-        states=words.states | {"query": query_states},
-        target_counts=words.target_counts | {"moco": len(pairs)},
+        sequences=concat_sequences(masked.sequences, query),
+        states=masked.states | {"query": query_states},
+        target_counts=masked.target_counts | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.sample_number for pair in pairs], dtype=np.int64),
             "texts": np.stack([hash_each_text(query.ids, query.lengths), hash_each_text(key.ids, key.lengths)], 1),
         },
         auxiliary=StreamBatch(
-            key, {"key": gather_cls_or_text_sum(key, options.pooling)}, {}, len(pairs), types=words.types
+            key, {"key": gather_cls_or_text_sum(key, options.pooling)}, {}, len(pairs), types=masked.types
         ),
     )
 
@@ -258,12 +259,13 @@ class Moco:
         """The keys [N, D] of the current step on all ranks, and their text hashes [N, 2], in the order of the samples;
         None before `gather_new_vectors`."""
         self._rows: list[Tensor] = []
-        """For each packed row: its keys [B, D], and the bits of their samples' positions and text hashes."""
+        """For each call of `encode` since the ranks last exchanged their keys: its keys [B, D], and as bits the indices
+        of their pairs in the global batch and the hashes of their texts."""
 
     @torch.no_grad()
     def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
-        """Return z_k of each pair's key view [B, D]. In training, these vectors enter the queue after the optimizer
-        step."""
+        """Return z_k of each pair's key view [B, D]. If `trained` is in training mode, these vectors are kept for the
+        queue, which they enter after the optimizer step."""
         self.queue.move_to(row.tokens.input_ids.device)
         key_encoder, projection = self.momentum.prepare_key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(row.tokens, row.places), *row.gather, *row.transposed))
@@ -317,7 +319,7 @@ class Moco:
 
 def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
     """Return the predictions of `masked_lm_term` and, unless its weight is 0, the sums of L_MoCo and its metrics over
-    pairs. The metrics among the keys of the step are left out before `Moco.gather_new_vectors`."""
+    pairs. The metrics among the keys of the step are left out if `Moco.step_keys` is None, as in an evaluation."""
     predictions = []
     if options.tlm_weight:
         predictions.append(Prediction(options.masked_lm_term, parts.encoder.features(states["masked"])))

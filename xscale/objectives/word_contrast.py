@@ -2,14 +2,14 @@
 
     L = - 1/(2|L|) sum over links (i, j) of  log softmax_j( u_i . v_j / tau ) + log softmax_i( u_i . v_j / tau )
 
-u_i is the mean last hidden state of the sub-words of word i, normalised. v_j is the same for word j of the other
+u_i is the mean last hidden state of the tokens of word i, normalised. v_j is the same for word j of the other
 sentence. The two sentences are encoded separately, and nothing is masked. Each softmax runs over all links of the step,
 on all ranks and in all packed rows. A frozen encoder is not needed, because the negatives keep the states apart.
 
 Decided:
 - The links are those of contextual alignment (objectives/contextual.py): one-to-one links, without punctuation. Links
   of a word that was cut off are left out.
-- A link is not a negative of link (i, j) if they have a word in common, compared by its sub-words: its other word is
+- A link is not a negative of link (i, j) if they have a word in common, compared by its tokens: its other word is
   the same word, or another translation (objectives/step_contrast.py).
 """
 
@@ -39,7 +39,7 @@ class WordContrastOptions:
 
 def collate(samples: list[list[Example]], options: WordContrastOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are all first sides, then all second
-    sides. Its states are "first" and "second" [S], sums over the sub-words of the two words of each link."""
+    sides. Its states are "first" and "second" [S], sums over the tokens of the two words of each link."""
     pairs = context.fit_pairs(samples)
     text_numbers = [[2 * p] for p in range(len(pairs))]
     text_numbers += [[2 * p + 1] for p in range(len(pairs))]

@@ -1,7 +1,7 @@
-"""The vocabulary projection and the cross-entropy, for predicted tokens only, computed in chunks.
+"""The vocabulary head and the cross-entropy, for predicted tokens only, computed in chunks.
 
-Shape letters: M predictions, H hidden width, V vocabulary, C predictions of a chunk, B predictions of a block of a
-chunk, K columns.
+Shape letters: M predictions, H width of the features, V vocabulary, C predictions of a chunk, B predictions of a block
+of a chunk, K columns.
 
 The logits of all predictions never exist at the same time. As in Liger Kernel's fused linear cross-entropy (Hsu et al.
 2024), the forward pass computes each chunk's gradients while its logits exist, and the backward pass only scales them.
@@ -56,12 +56,12 @@ def masked_cross_entropy(
     `x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
     label_smoothing=...) + z_loss * x.logsumexp(-1).square()`.
 
-    Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the row's true weight divided by
-    `largest_weight`, because gradients of logits in 16 bits would underflow with small weights. A row of weight 0 adds
-    exactly 0 to every gradient; its label must be a valid id, too. Features, weight and bias have the same type. Of any
-    type, the losses and the sums that become gradients are fp32 (fp64 for fp64). Gradients are cast to the inputs' type
-    only after the multiplication by the incoming gradient, so a gradient that a loss scale makes too large becomes inf.
-    M = 0 gives 0.
+    Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the prediction's true weight divided by
+    `largest_weight`, because gradients of logits in 16 bits would underflow with small weights. A prediction of weight
+    0 adds exactly 0 to every gradient; its label must be a valid id, too. Features, weight and bias have the same type.
+    Of any type, the losses and the sums that become gradients are fp32 (fp64 for fp64). Gradients are cast to the
+    inputs' type only after the multiplication by the incoming gradient, so a gradient that a loss scale makes too large
+    becomes inf. M = 0 gives 0.
     """
     if weights_M is None:
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
@@ -163,21 +163,21 @@ def _write_or_add_gradients(
     weight_VH: Tensor,
     scale: float,
     gradients: list[Tensor | None],
-    first_row: int,
+    first_prediction: int,
 ) -> None:
-    """Add `scale` times the gradients of the chunk that begins at `first_row` to `gradients`, which the first chunk
-    overwrites."""
+    """Add `scale` times the gradients of a chunk to `gradients`, which the first chunk overwrites. first_prediction:
+    the index of the chunk's first prediction."""
     d_features_MH, d_weight_VH, d_bias_V = gradients
     for columns in _vocabulary_slices(weight_VH):
         d_logits_CK = d_logits_CV[:, columns]
         if d_features_MH is not None:
-            d_features_CH = d_features_MH[first_row : first_row + len(features_CH)]
+            d_features_CH = d_features_MH[first_prediction : first_prediction + len(features_CH)]
             _matmul_into(d_logits_CK, weight_VH[columns], scale, d_features_CH, add=columns.start > 0)
         if d_weight_VH is not None:
-            _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=first_row > 0)
+            _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=first_prediction > 0)
     if d_bias_V is not None:
         total_V = d_logits_CV.sum(0, dtype=d_bias_V.dtype)
-        torch.add(d_bias_V if first_row else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
+        torch.add(d_bias_V if first_prediction else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
 def _vocabulary_slices(weight_VH: Tensor) -> list[slice]:
@@ -220,7 +220,8 @@ def _losses_overwriting_logits(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [C], and whether its label has the highest logit [C]. Unless `factors_C` is None,
-    overwrite the logits, which include the bias, with factor * d loss / d logits, one block of rows at a time."""
+    overwrite the logits, which include the bias, with factor * d loss / d logits, one block of predictions at a
+    time."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

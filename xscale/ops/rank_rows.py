@@ -1,4 +1,4 @@
-"""Gathers rows of vectors from all ranks, of which each may have another number.
+"""Gathers vectors from all ranks. Each rank may have a different number of vectors.
 
 Shape letters: N vectors of this rank, V of all ranks, D width of a vector.
 """
@@ -14,9 +14,9 @@ def is_only_rank() -> bool:
 
 
 def all_gather_rows(rows_ND: Tensor, row_counts_of_ranks: list[int] | None = None) -> tuple[Tensor, int]:
-    """Return the rows of all ranks [V, D], in the order of ranks, and the index of this rank's first row. All ranks
-    call it together. row_counts_of_ranks: None: the ranks first exchange these numbers, for which
-    the host waits for the device."""
+    """Return the vectors of all ranks [V, D], in the order of ranks, and the index of this rank's first vector. All
+    ranks call it together. row_counts_of_ranks: the number of vectors of each rank; None: the ranks first exchange
+    these numbers, for which the host waits for the device."""
     if is_only_rank():
         return rows_ND, 0
     if row_counts_of_ranks is None:
