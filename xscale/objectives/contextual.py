@@ -4,7 +4,7 @@
     R(f) = sum over pairs (s, t), i in t       of  || f(i, t) - f0(i, t) ||^2      t in English, f0 the initial encoder
     L(f) + lambda R(f)
 
-f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately, and nothing
+f(i, s) is the last hidden state of word i's last token in s. The two sentences are encoded separately, and nothing
 is masked. R prevents all states from becoming equal.
 
 Decided, where the paper is silent:
