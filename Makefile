@@ -68,11 +68,9 @@ lint: $(VENV)/installed
 	ruff check .
 	mypy
 
-# Page faults would dominate the times of large tensors.
-KEEP_FREED_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 bench: $(VENV)/installed
-	$(KEEP_FREED_MEMORY) python benchmarks/gather.py
-	$(KEEP_FREED_MEMORY) python benchmarks/head.py
+	python benchmarks/gather.py
+	python benchmarks/head.py
 	python benchmarks/loader.py
 	python benchmarks/step.py
 

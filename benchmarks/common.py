@@ -111,6 +111,7 @@ def operator_arguments(description: str | None, cpu_rounds: int) -> argparse.Nam
     parser.add_argument("--small", action="store_true", help="use small inputs, only to see that the script works")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    ranks.keep_freed_memory()  # as in training; page faults would dominate the times of large tensors
     print(torch.cuda.get_device_name() if CUDA else f"{args.threads} threads")
     return args
 

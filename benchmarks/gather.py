@@ -7,7 +7,7 @@ implementations are first checked against fp64, and then timed in turns. On a GP
   one head   the sums of linked states, A^T H, at the masked tokens
   two heads  these sums, and the masked tokens' own states. xscale computes both by one gather. The two gradients
              arrive separately, as from two heads
-On a CPU, page faults dominate the times unless malloc keeps freed memory, as in `make bench`.
+On a CPU, malloc keeps freed memory, as in training.
 """
 
 import warnings

@@ -5,8 +5,8 @@
 30 % of the rows (tokens) are predicted, and most labels are low ids, as with words. Plain PyTorch computes the logits
 of all rows, or of the predicted rows only. xscale's head computes those of the predicted rows in chunks, and so does
 F.linear_cross_entropy. The times in ms are medians over rounds, in which all implementations take turns. MB are the
-peak of a GPU's memory, without the inputs and gradients. The losses agree to 1 %. On a CPU, page faults dominate the
-times unless malloc keeps freed memory, as in `make bench`.
+peak of a GPU's memory, without the inputs and gradients. The losses agree to 1 %. On a CPU, malloc keeps
+freed memory, as in training.
 """
 
 from collections.abc import Callable

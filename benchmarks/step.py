@@ -10,8 +10,7 @@ loop are prepared before its clock starts; xscale prepares its data in its steps
 each loop's speed to that of the stock loop (median, and the middle 80 % of the rounds), the ratio that the numbers of
 FLOPs allow, the MFU on a GPU, and the losses of the last step.
 With --before, train.py of both checkouts trains 8 steps after --warm steps in each round.
-With MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment, malloc keeps freed memory, from which
-the stock loop with its large logits gains most.
+On a CPU, malloc keeps freed memory for both loops (xscale/ranks.py). The stock loop with its large logits gains most.
 """
 
 import argparse
