@@ -87,8 +87,9 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
     assert tokenizer.mask_id == reference.mask_token_id and tokenizer.vocab_size == len(reference)
     assert set(tokenizer.ordinary_ids.tolist()) == set(range(len(reference))) - set(reference.all_special_ids)
     types = [t for pair in odd for t in reference(*pair, return_token_type_ids=True)["token_type_ids"]]
-    assert tokenizer.pair.segments == (kind == "wordpiece") and tokenizer.pair.special_count == (3 if any(types) else 4)
-    assert (joined.segments * tokenizer.pair.segments).tolist() == types
+    assert tokenizer.pair.has_two_token_types == (kind == "wordpiece")
+    assert tokenizer.pair.special_count == (3 if any(types) else 4)
+    assert (joined.segments * tokenizer.pair.has_two_token_types).tolist() == types
     specials = reference.all_special_ids
     unknown = reference.unk_token_id  # is text
     special = [token in specials and token != unknown for token in joined.ids.tolist()]

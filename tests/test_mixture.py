@@ -19,7 +19,6 @@ from xscale.data.mixture import (
     PlanTable,
     draw_source_per_sample_systematically,
     group_of_each_value_in_sorted_order,
-    plain_group_of_each_value_in_sorted_order,
     probabilities_of_stream_sources,
 )
 from xscale.data.stream import Stream
@@ -302,6 +301,13 @@ def test_any_mixture_is_complete_and_cut_evenly(
 
 
 # 6. Real shards
+
+
+def plain_group_of_each_value_in_sorted_order(values: np.ndarray, group_end_positions: np.ndarray) -> np.ndarray:
+    """Sort all values."""
+    rank = np.empty(len(values), dtype=np.int64)
+    rank[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return np.searchsorted(group_end_positions, rank, side="right")
 
 
 @pytest.mark.parametrize("values", [1 << 53, 20])

@@ -170,7 +170,8 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
         lengths, follows = zip(*both, strict=True)
         return np.concatenate(lengths), np.concatenate(follows)
 
-    return tokens, on, {"read_lengths": look, "estimate": lambda lengths: lengths, "rooms": ((sum(counts), room),)}
+    limits = ((sum(counts), room),)
+    return tokens, on, {"read_lengths": look, "estimate": lambda lengths: lengths, "sample_limits": limits}
 
 
 @settings(max_examples=30, deadline=None)

@@ -208,17 +208,17 @@ def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from([0.0, 0.7, 1.0]), st.data())
-def test_the_room_of_a_sample_may_change_within_an_epoch(
+def test_the_maximum_length_of_a_sample_may_change_within_an_epoch(
     counts: list[int], together: float, data: st.DataObject
 ) -> None:
-    """Every record is read once; before the change in the order of the old room, after it in samples that fit."""
+    """Every record is read once; before the change in the order of the old limit, after it in samples that fit."""
     tokens, _, sizes = documents(counts, together, 20)
     before, read, ends = (), [], [0]
-    rooms = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
-    for room in rooms:
-        looks = sizes | {"rooms": (*before, (sum(counts), room))}
+    limits = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    for limit in limits:
+        looks = sizes | {"sample_limits": (*before, (sum(counts), limit))}
         order = EpochOrder(np.array(counts), SEED, 0, window=50, **looks)
-        stop = order.size if room is rooms[-1] else data.draw(st.integers(ends[-1], order.size))
+        stop = order.size if limit is limits[-1] else data.draw(st.integers(ends[-1], order.size))
         fresh = True
         while ends[-1] < stop:
             if data.draw(st.booleans()):  # a resume
@@ -227,13 +227,13 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
             first = 0
             for end in found.tolist():
                 places = list(zip(shards.tolist(), records.tolist(), strict=True))[first : end - ends[-1] + first]
-                assert sum(int(tokens[s][r]) for s, r in places) <= room or len(places) == 1 or together
+                assert sum(int(tokens[s][r]) for s, r in places) <= limit or len(places) == 1 or together
                 read += places
                 first += len(places)
                 ends.append(end)
             fresh = False
         if 0 < ends[-1] < order.size:
-            before = (*before, (ends[-1], room))
+            before = (*before, (ends[-1], limit))
     if ends[-1] == sum(counts):
         assert sorted(read) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
 

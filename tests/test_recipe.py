@@ -390,7 +390,7 @@ def test_a_step_without_targets_is_an_error() -> None:
     recipe = load("mlm", "data.max_length=16")
     none = {count_key("mlm", "mlm"): 0, MetricKey("too_long", "mlm"): 64}
     batch: Any = None
-    nothing = AgreedStep(batch, none, {}, samples=0, flush=0, vector_counts_of_ranks={})
+    nothing = AgreedStep(batch, none, {}, samples=0, report_metrics=0, vector_counts_of_ranks={})
     with pytest.raises(
         UserError, match=r"step 7 has no tokens to predict. .*longer than data.max_length \(16 .* is 64.*truncate"
     ):

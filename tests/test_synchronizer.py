@@ -73,7 +73,7 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     context.stop = stop
     context.watch = SimpleNamespace(note_progress=lambda doing: None)
     context.locks = []
-    metrics: Any = SimpleNamespace(restart_flush_timer_if_due=lambda: False)
+    metrics: Any = SimpleNamespace(restart_report_timer_if_due=lambda: False)
     return StepSynchronizer(context, metrics, 0, STEPS)
 
 

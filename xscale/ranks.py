@@ -32,10 +32,16 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Process:
+    """The place of this process among the processes of a run, the ranks. Rank 0 is the main rank: it writes the run's
+    files and decides for all."""
+
     rank: int
     world: int
+    """The number of ranks."""
     local_rank: int
+    """The number of this process among the ranks of its host."""
     local_world: int
+    """The number of ranks of its host."""
 
     @property
     def is_main(self) -> bool:

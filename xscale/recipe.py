@@ -83,6 +83,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
+    """A stream of the recipe: an objective, the text that it reads, and the number of samples in a step."""
+
     objective: str
     """The name of the objective, such as mlm or tlm. An objective of another Python package is written MODULE:NAME (the
     variable NAME of the module MODULE)."""
@@ -387,6 +389,8 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
+    """The settings of a run, read from the YAML file and the values of --set, and checked."""
+
     model: ModelConfig
     streams: dict[str, StreamConfig]
     data: DataConfig
@@ -540,14 +544,14 @@ def build_recipe_without_phases(
         problems.append("streams: the recipe needs at least one stream, such as {mlm: {objective: mlm, samples: 64}}")
         return None
     read = {name: parse_stream(name, fields, objectives, problems) for name, fields in streams.items()}
-    idle = [name for name, stream in read.items() if stream is not None and stream.samples == 0]
-    if not is_phase or len(idle) == len(streams):
+    paused = [name for name, stream in read.items() if stream is not None and stream.samples == 0]
+    if not is_phase or len(paused) == len(streams):
         problems += [
             (
                 f"streams.{name}.samples: the value 0 is allowed only in a phase, and only if another stream of the "
                 "phase has samples. Write 1 or more"
             )
-            for name in idle
+            for name in paused
         ]
     if problems:
         return None

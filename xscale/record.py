@@ -1,6 +1,7 @@
 """The record, the unit of all data: a sentence or a pair of sentences. A shard is a tar of records.
 
-In a tar, a record is a line of JSON, or the consecutive members that share a key.
+In a tar, a record is a line of JSON, or the consecutive members that share a key. WebDataset calls such members a
+sample, and so does this file. (Elsewhere in xscale, a sample is what a stream trains on in a step.)
 """
 
 import io

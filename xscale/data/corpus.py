@@ -49,8 +49,8 @@ class Corpus:
     """The share of the dictionaries' entries that is withheld from this run and from the run of model.init."""
     withheld_before: float
     """The share of the dictionaries' entries that was withheld from the run of model.init; 1 if it read none."""
-    segments: bool
-    """True if the two sentences of a pair have different token types."""
+    has_two_token_types: bool
+    """True if the first sentence of a pair has token type 0, and the second one 1."""
 
     @property
     def language_ids(self) -> dict[str, int]:
@@ -87,15 +87,15 @@ def open_corpus(
     cpu_group: CpuGroup | None = None,
     *,
     init: Path | str | None,
-    model_has_segments: bool,
+    model_has_two_token_types: bool,
     withheld_before: float,
 ) -> Corpus:
     """Open and check the data that a recipe reads. Raises UserError.
 
     data: the value of --data. The ranks of `cpu_group` divide the checks of files among themselves. init: the Hugging
-    Face directory or the hub name of model.init; None: random weights. model_has_segments: whether the model has token
-    types for the two sentences of a pair. withheld_before: the share of the dictionaries' entries that was withheld
-    from the training of model.init.
+    Face directory or the hub name of model.init; None: random weights. model_has_two_token_types: whether the model has
+    a token type for each of the two sentences of a pair. withheld_before: the share of the dictionaries' entries that
+    was withheld from the training of model.init.
     """
     cpu_group = cpu_group or CpuGroup(alone=True)
     all_sources = find_sources(data, recipe.data.cache)
@@ -123,10 +123,10 @@ def open_corpus(
         lexicon_heldout=recipe.data.lexicon_heldout,
         unseen=min(withheld_before, recipe.data.lexicon_heldout),
         withheld_before=withheld_before,
-        segments=recipe.data.segments
+        has_two_token_types=recipe.data.segments
         and not recipe.any_stream_sets("language_embeddings")
-        and tokenizer.pair.segments
-        and model_has_segments,
+        and tokenizer.pair.has_two_token_types
+        and model_has_two_token_types,
     )
 
 

@@ -96,7 +96,9 @@ def word_tokens(
     in_order = np.lexsort((tokens, words))
     words = words[in_order]
     tokens = tokens[in_order]
-    if keep != "all":  # the tokens whose word differs from that of the token before them, or after them
+    if keep != "all":
+        # `words` is sorted. With -1 before it, a difference to the number before is not 0 at the first token of each
+        # word; with -1 behind it, a difference to the next number is not 0 at the last token of each word.
         before_or_after = {"prepend": -1} if keep == "first" else {"append": -1}
         kept = np.flatnonzero(np.diff(words, **before_or_after))
         words = words[kept]
@@ -114,18 +116,18 @@ def token_links(word_links: np.ndarray, tokens_of_words: Ragged) -> np.ndarray:
 
 
 def gather_of_tokens_linked_to_masked(
-    token_links: np.ndarray, masked: np.ndarray, token_count: int
+    links_Z2: np.ndarray, masked: np.ndarray, token_count: int
 ) -> tuple[np.ndarray, Gather]:
     """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
     of the tokens to which it is linked.
 
-    The sums are rows of A^T H: H has the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. token_links: the
+    The sums are rows of A^T H: H has the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. links_Z2: the
     links of tokens [Z, 2]. masked: the masked tokens [M]. token_count: N.
     """
     row_of_token = np.full(token_count, -1, dtype=np.int64)
     row_of_token[masked] = np.arange(len(masked))
-    i = np.concatenate([token_links[:, 0], token_links[:, 1]])
-    j = np.concatenate([token_links[:, 1], token_links[:, 0]])
+    i = np.concatenate([links_Z2[:, 0], links_Z2[:, 1]])
+    j = np.concatenate([links_Z2[:, 1], links_Z2[:, 0]])
     is_masked = row_of_token[i] >= 0
     ones = distinct_pairs(row_of_token[i[is_masked]], j[is_masked])
     counts = np.bincount(ones[:, 0], minlength=len(masked))

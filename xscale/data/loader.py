@@ -46,8 +46,9 @@ CHARACTERS = 64
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, and the highest default on a GPU. A CPU's caches have room for such a row.
 A GPU takes much longer for such a row than its host."""
-SWEPT = 0.25
-"""If the ranks of a node read at least this share of each step, they request a whole shard when they open it."""
+READAHEAD_SHARE = 0.25
+"""If the ranks of a node read at least this share of each step, they read most of a shard soon after they have opened
+it. So they request the whole shard from the file system when they open it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class StepBatch:
     """The data of one rank for one optimizer step."""
 
     step: int
+    """The number of the step, counted from 0."""
     rows: list[Row]
     state: dict[str, Any]
     """The mixture's state after the step."""
@@ -96,8 +98,8 @@ class StepBatch:
 
 
 class StepDataset(Dataset):
-    """Makes the StepBatch of a rank's part of a plan. Its index is that part: DataLoader's sampler is the iterator of
-    plans. Forked workers inherit this object, so it has no open files."""
+    """Makes StepBatches for torch's DataLoader: `dataset[plan]` is the StepBatch of a rank's part of a plan. DataLoader
+    gets the plans as its sampler, in place of numbers. Forked workers inherit this object, so it has no open files."""
 
     def __init__(
         self,
@@ -106,7 +108,8 @@ class StepDataset(Dataset):
         contexts: Schedule[CollateContext],
         readahead: bool = False,
     ):
-        """contexts: the values that all streams of a step share. readahead: see Source.read."""
+        """streams, contexts: those of each step. A context has the values that all streams of a step share. readahead:
+        see Source.read."""
         self.sources = sources
         self.streams = streams
         self.contexts = contexts
@@ -163,7 +166,8 @@ class StepDataset(Dataset):
         return stream_batches
 
     def stream_context(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
-        """Return the context of a stream's collate function in a step. rows: the number of packed rows of all ranks."""
+        """Return the context of a stream's collate function in a step. step: counted from 0. rows: the number of packed
+        rows of all ranks."""
         return replace(
             self.contexts.at(step),
             stream=stream.name,
@@ -174,8 +178,8 @@ class StepDataset(Dataset):
         )
 
     def read_records_to_tokenise(self, stream: Stream, table: PlanTable, context: CollateContext) -> list[Record]:
-        """Return the records of a stream. Very long texts of pairs are cut. If the stream's objective needs words, word
-        links get the numbers of the words of data/words.py."""
+        """Return the records of a table. Very long texts of pairs are cut, see cut_texts_before_tokenization. If the
+        stream's objective needs words, word links get the numbers of the words of data/words.py."""
         records = list[Record]()
         places = zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True)
         for source_number, shard, record_number in places:
@@ -250,7 +254,7 @@ class StepDataset(Dataset):
 
 def count_drawn_and_overlong_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
     """Return the counts of sampled and of overlong pairs in a row (StreamBatch.pair_counts)."""
-    room = context.max_length - context.tokenizer.pair.special_count
+    max_text_tokens = context.max_length - context.tokenizer.pair.special_count
     all_too_long = MetricKey("too_long", stream)
     counts = Counter({all_too_long: 0})
     for name in context.language_groups:
@@ -260,7 +264,7 @@ def count_drawn_and_overlong_pairs(stream: str, examples: list[Example], context
     for example in examples:
         if len(example.ids) == 2:
             pair = sorted_pair_name(example.langs)
-            is_too_long = sum(map(len, example.ids)) > room
+            is_too_long = sum(map(len, example.ids)) > max_text_tokens
             counts[all_too_long] += is_too_long
             counts[all_too_long._replace(language=pair)] += is_too_long
             counts[MetricKey("drawn", stream, language=pair)] += 1
@@ -268,21 +272,23 @@ def count_drawn_and_overlong_pairs(stream: str, examples: list[Example], context
 
 
 def cut_texts_before_tokenization(pair: Record, needs_words: bool, context: CollateContext) -> Record:
-    """Return the pair with its texts cut to CHARACTERS * max_length characters, because tokenisation of very long texts
-    takes long. needs_words: whether the stream needs the pair's words. If so, a pair is cut only if data.overlong drops
-    it afterwards."""
+    """Return the pair with each text cut to CHARACTERS * max_length characters, because tokenisation of very long texts
+    takes long. needs_words: whether the stream needs the pair's words. If so, a pair is cut only if data.overlong is
+    drop, which leaves out so long a pair afterwards."""
     limit = CHARACTERS * context.max_length
     if max(map(len, pair.texts)) <= limit or (needs_words and context.overlong != "drop"):
         return pair
     first, second = pair.texts
     cut = pair._replace(texts=(first[:limit], second[:limit]))
+    # Links of words that were cut off would be errors. No loss needs the links, because the pair is left out.
     return cut._replace(links="") if needs_words else cut
 
 
 def token_borders_of_long_texts(
     texts: list[str], ids: list[list[int]], context: CollateContext
 ) -> dict[int, list[int]]:
-    """Return {index of a text that is longer than a sequence: the tokens before which it may be cut}."""
+    """Return {index of a text that is longer than a sequence: the tokens before which it may be cut}. ids: the token
+    ids of each text."""
     borders = dict[int, list[int]]()
     for number, tokens in enumerate(ids):
         if len(tokens) > context.max_length - 2:
@@ -299,7 +305,7 @@ def shared_collate_context(corpus: Corpus, phase_recipe: Recipe) -> CollateConte
         overlong=phase_recipe.data.overlong,
         language_ids=corpus.language_ids,
         seed=phase_recipe.train.seed,
-        segments=corpus.segments,
+        has_two_token_types=corpus.has_two_token_types,
     )
 
 
@@ -321,11 +327,11 @@ class Loader:
         return self.corpus.streams.last
 
     def max_tokens(self, device: str) -> int:
-        """Return the maximum number of tokens of a packed row; a row of data.max_length tokens is always allowed."""
+        """Return train.max_tokens, or if it is null, its default on this device: "cuda" or "cpu". Mixture.next_plan
+        allows a row of data.max_length tokens even if that is more."""
         if self.recipe.train.max_tokens:
             return self.recipe.train.max_tokens
-        default = self.gpu_tokens if device == "cuda" else CPU_TOKENS
-        return max(default, self.recipe.data.max_length)
+        return self.gpu_tokens if device == "cuda" else CPU_TOKENS
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
         """Return the mixture of the run. state: the state from which it continues."""
@@ -349,21 +355,23 @@ class Loader:
     def start_planning(
         self, process: Process, device: str, state: dict[str, Any], steps: int, cpu_group: CpuGroup | None = None
     ) -> Plans:
-        """Return the plans of the next steps. If there are workers, a planner process makes them: one for each rank, or
-        with `cpu_group` one for each node. All ranks of `cpu_group` call it together."""
+        """Return this rank's parts of the plans of the next `steps` steps. state: the state before the first of them.
+        If there are workers, a planner process makes the plans: one for each rank, or with `cpu_group` one for each
+        node. All ranks of `cpu_group` call it together."""
         mixture = self.mixture(process, device, state)
         if self.recipe.data.workers == 0:
             return (mixture.next_plan_of_rank() for _ in range(steps))
         return start_planner(mixture, steps, gather_node_and_listen(cpu_group or CpuGroup(alone=True)))
 
     def batches(self, process: Process, device: str, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
-        """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step."""
+        """Return an iterator over this rank's batches of the next `steps` steps. state: the mixture's state before the
+        first of them."""
         return self.start_workers(process, device, self.start_planning(process, device, state, steps))
 
     def start_workers(self, process: Process, device: str, plans: Plans) -> Iterator[StepBatch]:
         """Start the workers, and return an iterator over this rank's batch of each plan."""
         workers = worker_count(self.recipe.data.workers, process, device)
-        readahead = process.local_world / process.world >= SWEPT
+        readahead = process.local_world / process.world >= READAHEAD_SHARE
         return start_batch_workers(plans, self.dataset(readahead), workers)
 
 

@@ -2,11 +2,13 @@
 
 In each step a stream takes `samples` samples from its sources. A language, or pair of languages, i is sampled with
 probability proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow. Each source is read in
-the order of its epoch. A sample is one record; in a stream of running text, it is text that fills about one sequence
-(order.py). The samples of a step are chosen first, and then assigned to ranks and rows (balance.py).
+the order of its epoch: in windows of about a million records, which are shuffled (order.py). A sample is one record; in
+a stream of running text, it is text that fills about one sequence. The samples of a step are chosen first, and then
+assigned to ranks and packed rows (balance.py). A packed row has the sequences of one forward and backward pass in one
+array, without padding.
 
-The state has the number of the step, and the position of each stream in each of its sources. All later samples follow
-from the state.
+The state has the number of steps planned, and the position of each stream in each of its sources. All later samples
+follow from the state.
 """
 
 from collections import defaultdict
@@ -29,9 +31,9 @@ from xscale.errors import UserError
 from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
 
-PACK_FILL = 0.94
-"""A sample of running text has at most this share of data.max_length in estimated tokens, because estimates have
-errors."""
+SAMPLE_FILL = 0.94
+"""A sample of running text has at most this share of data.max_length in estimated tokens. The rest is a margin for the
+errors of the estimates."""
 
 ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
@@ -43,19 +45,19 @@ class Position(NamedTuple):
     epoch: int
     records: int
     """The number of records read in the epoch."""
-    rooms: tuple[tuple[int, int], ...] = ()
-    """(records, room) for each change of the room, max_tokens_of_text_sample of Mixture, in the epoch: up to `records`,
-    the room was `room`."""
+    sample_limits: tuple[tuple[int, int], ...] = ()
+    """(records, limit) for each change of Mixture.max_tokens_of_text_sample in the epoch: up to `records`, its value
+    was `limit`."""
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Position":
         """Return the position that `to_list` has written, for example to a checkpoint."""
-        epoch, records, *rooms = numbers
-        return cls(epoch, records, tuple(zip(rooms[::2], rooms[1::2], strict=True)))
+        epoch, records, *sample_limits = numbers
+        return cls(epoch, records, tuple(zip(sample_limits[::2], sample_limits[1::2], strict=True)))
 
     def to_list(self) -> list[int]:
-        """Return the epoch, the number of records and, one after the other, the numbers of all changes of the room."""
-        return [self.epoch, self.records, *chain.from_iterable(self.rooms)]
+        """Return the epoch, the number of records and, one after the other, the numbers of `sample_limits`."""
+        return [self.epoch, self.records, *chain.from_iterable(self.sample_limits)]
 
 
 class PlanTable(NamedTuple):
@@ -72,7 +74,8 @@ class PlanTable(NamedTuple):
     tokens: np.ndarray
     """Number of tokens as estimated from the record's bytes, float."""
     row: np.ndarray = NO_NUMBERS
-    """Number of the packed row; row r of rank k has the number r * world + k. Empty until rows are assigned."""
+    """Number of the packed row among those of all ranks: row r of rank k has the number r * world + k. Empty until rows
+    are assigned."""
 
     def select_records(self, indices: np.ndarray) -> "PlanTable":
         """Return the records at these indices."""
@@ -85,6 +88,7 @@ class Plan:
     has the records of one rank, ordered by row, sample and place in the sample."""
 
     step: int
+    """The number of the step, counted from 0."""
     tables: dict[str, PlanTable]
     """The records of each stream, by its name."""
     rows: int
@@ -96,7 +100,8 @@ class Plan:
     rank: int = -1
     """The rank of a part; -1 for a whole plan."""
     row_tokens: np.ndarray = field(default_factory=lambda: NO_NUMBERS)
-    """The estimated tokens of each packed row of each rank [rows * world]; empty in the part of a rank."""
+    """The estimated number of tokens of each packed row, in the order of PlanTable.row [rows * world]; empty in the
+    part of a rank."""
 
     def parts_of_ranks(self, ranks: Sequence[int]) -> list["Plan"]:
         """Return the part of each of these ranks."""
@@ -150,8 +155,8 @@ class Mixture:
         self.state = state or initial_state(streams.last)
         """The state, as checkpoints have it: "step", the number of planned steps; "positions" of each stream, by its
         name, in each of its sources; "order", see ORDER; "room", `max_tokens_of_text_sample` of the last planned
-        step. In a fork with other sources, "sources_at_start" has the number of sources that each stream had
-        before."""
+        step. A fork is a run that starts from the checkpoint of another run. If it has other sources than that run,
+        "sources_at_start" has the number of sources that each stream had there."""
         weights = list[list[np.ndarray]]()
         for phase_streams, config in zip(streams.values, data.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
@@ -221,8 +226,8 @@ class Mixture:
 
     @property
     def max_tokens_of_text_sample(self) -> int:
-        """The room: the maximum number of estimated tokens of a sample of running text in the next step."""
-        return int(PACK_FILL * self.data.at(self.state["step"]).max_length)
+        """The maximum number of estimated tokens of a sample of running text in the next step."""
+        return int(SAMPLE_FILL * self.data.at(self.state["step"]).max_length)
 
     def _sample_numbers_by_source(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
         """Return, for each of the stream's sources, the numbers of the samples that it gives to the next step."""
@@ -233,20 +238,23 @@ class Mixture:
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
     def _positions(self, stream: Stream) -> list[Position]:
-        """Return the stream's position in each of its sources. A change of the room since the last step is added."""
-        room_before = self.state.get("room", self.max_tokens_of_text_sample)
+        """Return the stream's position in each of its sources. A change of max_tokens_of_text_sample since the last
+        step is added."""
+        limit_before = self.state.get("room", self.max_tokens_of_text_sample)
         positions = list[Position]()
         for numbers in self.state["positions"][stream.name]:
             position = Position.from_list(numbers)
-            if stream.reads_running_text and room_before != self.max_tokens_of_text_sample:
-                position = position._replace(rooms=(*position.rooms, (position.records, room_before)))
+            if stream.reads_running_text and limit_before != self.max_tokens_of_text_sample:
+                change = (position.records, limit_before)
+                position = position._replace(sample_limits=(*position.sample_limits, change))
             positions.append(position)
         return positions
 
     def _take_samples(
         self, stream: Stream, source_index: int, samples: np.ndarray, position: Position
     ) -> tuple[list[PlanTable], Position]:
-        """Return the source's next records, which form these samples, and the position after them."""
+        """Return the source's next records, which form these samples, as a table for each part of an epoch from which
+        they come, and the position after them. samples: the numbers of the samples."""
         pieces = list[PlanTable]()
         taken = 0
         while taken < len(samples):
@@ -280,12 +288,14 @@ class Mixture:
                         yield self.sources[number], shard
 
     def _epoch_order(self, stream: Stream, source_index: int, position: Position) -> EpochOrder:
-        """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
-        changes."""
+        """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the maximum
+        length of samples changes."""
         source = self.sources[source_index]
-        rooms = (*position.rooms, (source.records, self.max_tokens_of_text_sample)) if stream.reads_running_text else ()
+        sample_limits: tuple[tuple[int, int], ...] = ()
+        if stream.reads_running_text:
+            sample_limits = (*position.sample_limits, (source.records, self.max_tokens_of_text_sample))
         kept = self._orders.get((stream.name, source_index))
-        if kept and kept.epoch == position.epoch and kept.rooms == rooms:
+        if kept and kept.epoch == position.epoch and kept.sample_limits == sample_limits:
             return kept
         order = EpochOrder(
             source.counts,
@@ -293,7 +303,7 @@ class Mixture:
             position.epoch,
             read_lengths=partial(byte_lengths_and_continuations_of_shards, source),
             estimate=partial(self.calibration.estimated_tokens, source_index),
-            rooms=rooms,
+            sample_limits=sample_limits,
             # A fork may add sources (run/resume.py), which must not change the order of the others.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),
         )
@@ -311,8 +321,8 @@ def byte_lengths_and_continuations_of_shards(
 
 
 def source_sizes(sources: list[Source], calibration: Calibration, unit: str) -> list[float]:
-    """Return the size of each source. unit: "records", "bytes" or "tokens". Bytes and tokens are estimated from SIZED
-    shards."""
+    """Return the size of each source. unit: "records", "bytes" or "tokens". Bytes and tokens are estimated from at most
+    SIZED shards of the source."""
     if unit == "records":
         return [source.records for source in sources]
     lines = calibration.lines if unit == "tokens" else [(1.0, 0.0)] * len(sources)
@@ -349,7 +359,7 @@ def probabilities_of_stream_sources(
 
 
 def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
-    """Return the state before step 0. It has the position of every stream in each of its sources, as
+    """Return the state before the first step. It has the position of every stream in each of its sources, as
     Position.to_list."""
     positions: dict[str, list[list[int]]] = {}
     for stream in streams:
@@ -370,19 +380,13 @@ def draw_source_per_sample_systematically(probabilities: np.ndarray, sample_coun
     return group_of_each_value_in_sorted_order(drawn[:-1], ends)
 
 
-def plain_group_of_each_value_in_sorted_order(values: np.ndarray, group_end_positions: np.ndarray) -> np.ndarray:
-    """Rank the values in ascending order, from 0. Return 0 for ranks below group_end_positions[0], 1 for the other
-    ranks below group_end_positions[1], and so on. group_end_positions: in ascending order; the last is len(values)."""
-    rank = np.empty(len(values), dtype=np.int64)
-    rank[np.argsort(values, kind="stable")] = np.arange(len(values))
-    return np.searchsorted(group_end_positions, rank, side="right")
-
-
 def group_of_each_value_in_sorted_order(values: np.ndarray, group_end_positions: np.ndarray) -> np.ndarray:
-    """Return the same as plain_group_of_each_value_in_sorted_order, in a tenth of its time for 65,536 values. values:
-    in [0, 1).
+    """Rank the values in ascending order, from 0. Return 0 for ranks below group_end_positions[0], 1 for the other
+    ranks below group_end_positions[1], and so on. values: in [0, 1). group_end_positions: in ascending order; the last
+    is len(values).
 
-    The leading bits of nearly every value decide its place. Only the other values are sorted.
+    The leading bits of nearly every value decide its group. Only the other values are sorted. For 65,536 values, this
+    takes a tenth of the time of sorting all (tests/test_mixture.py has the plain form).
     """
     bits = (values * BUCKETS).astype(np.uint16)
     borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))

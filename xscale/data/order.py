@@ -1,7 +1,7 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
-Each epoch divides the shards into windows of about WINDOW_RECORDS records, and permutes the records of each window. So
-each shard is read about once an epoch, and only one window is in memory. A window has shards from all over the source
+Each epoch divides the shards into windows of about a million records, and permutes the records of each window. So each
+shard is read about once an epoch, and only one window is in memory. A window has shards from all over the source
 (benchmarks/RESULTS.md says how evenly its records represent the source).
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
@@ -12,8 +12,7 @@ A stream of many sources has only one part of each window in memory. For single 
 its parts are slices of the result. For running text, a part is a slice of each of the window's shards, and each part is
 permuted by itself.
 
-If the room of a sample (its maximum number of tokens) changes within a part, the part's remaining records are packed
-again.
+The maximum number of tokens of a sample may change within a part. Then the part's remaining records are packed again.
 """
 
 import bisect
@@ -26,6 +25,7 @@ from xscale import rng
 from xscale.data.ragged import NO_NUMBERS
 
 WINDOW_RECORDS = 1 << 20
+"""The wanted number of records of a window."""
 WINDOW_SHARDS = 256
 """The maximum number of shards of a window, which a reader can keep open."""
 PART_RECORDS = 1 << 15
@@ -66,7 +66,7 @@ EMPTY_PART = WindowPart(0, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 
 
 class EpochOrder:
-    """The order of one source in one epoch."""
+    """The order of one source in one epoch: one window of about a million records after another."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class EpochOrder:
         read_lengths: ReadLengths,
         window: int = WINDOW_RECORDS,
         estimate: Callable[[np.ndarray], np.ndarray] | None = None,
-        rooms: Sequence[tuple[int, int]] = (),
+        sample_limits: Sequence[tuple[int, int]] = (),
         sources: int = 1,
     ):
         """counts: number of records of each shard [n_shards]. seed: the key of the stream and source. window: the
         wanted number of records of a window. estimate: a function that estimates the tokens of records of running text,
-        at least 1, from their bytes. rooms: for running text, (position, room) for each room in the epoch. Up to
-        `position`, the maximum number of tokens of a sample is `room`; the last position is the end of the epoch.
+        at least 1, from their bytes. sample_limits: for running text, (position, limit) for each limit in the epoch. Up
+        to `position`, the maximum number of tokens of a sample is `limit`; the last position is the end of the epoch.
         Empty: each record is a sample. sources: the number of sources of the stream."""
         self.counts = counts
         self.epoch = epoch
         self.read_lengths = read_lengths
         self.estimate = estimate
-        self.rooms = rooms
+        self.sample_limits = sample_limits
         self.sources = sources
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Each window gets one of every `windows` consecutive shards, so that it has all topics and lengths of a sorted
@@ -121,7 +121,7 @@ class EpochOrder:
         window. The next call continues at the last of their `ends`."""
         part = self.part_at(start)
         first = start - part.first
-        if self.rooms:
+        if self.sample_limits:
             sample = int(np.searchsorted(part.sample_ends, first, side="right"))
             ends = part.sample_ends[sample : sample + samples].astype(np.int64)
         else:
@@ -138,9 +138,10 @@ class EpochOrder:
         """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees the memory of the old part first
-            self._part = (
-                self._make_part_of_running_text(position) if self.rooms else self._make_part_of_single_records(position)
-            )
+            if self.sample_limits:
+                self._part = self._make_part_of_running_text(position)
+            else:
+                self._part = self._make_part_of_single_records(position)
         return self._part
 
     def _make_part_of_single_records(self, position: int) -> WindowPart:
@@ -187,33 +188,33 @@ class EpochOrder:
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.estimate(lengths)).astype(np.int64)
-        order, sample_ends = shuffle_and_pack_text_with_room_changes(tokens, follows, self.rooms, begin, key)
+        order, sample_ends = shuffle_and_pack_text_with_limit_changes(tokens, follows, self.sample_limits, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         ordinals = (order + skipped[order]).astype(np.uint32)
         return WindowPart(begin, ordinals, lengths[order].astype(np.uint32), sample_ends.astype(np.uint32))
 
 
-def shuffle_and_pack_text_with_room_changes(
-    tokens: np.ndarray, follows: np.ndarray, rooms: Sequence[tuple[int, int]], begin: int, key: np.ndarray
+def shuffle_and_pack_text_with_limit_changes(
+    tokens: np.ndarray, follows: np.ndarray, sample_limits: Sequence[tuple[int, int]], begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of `shuffle_and_pack_text` for a part. If the room has changed within the part, the records
-    after the change are arranged again, with the new room. rooms: see EpochOrder. begin: the part's position in the
-    epoch."""
-    *before, (_, last_room) = rooms
+    """Return the result of `shuffle_and_pack_text` for a part. If the limit has changed within the part, the records
+    after the change are arranged again, with the new limit. sample_limits: see EpochOrder. begin: the part's position
+    in the epoch."""
+    *before, (_, last_limit) = sample_limits
     ends = list[int]()
-    rooms_of_part = list[int]()
-    for position, room in before:
+    limits_of_part = list[int]()
+    for position, limit in before:
         if 0 < position - begin < len(tokens):
             ends.append(position - begin)
-            rooms_of_part.append(room)
-    rooms_of_part.append(last_room)
-    order, sample_ends = shuffle_and_pack_text(tokens, follows, rooms_of_part[0], key)
-    for done, room in zip(ends, rooms_of_part[1:], strict=True):
+            limits_of_part.append(limit)
+    limits_of_part.append(last_limit)
+    order, sample_ends = shuffle_and_pack_text(tokens, follows, limits_of_part[0], key)
+    for done, limit in zip(ends, limits_of_part[1:], strict=True):
         left = np.sort(order[done:])
         left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
         left_follows[0] = False
         left_order, left_ends = shuffle_and_pack_text(
-            tokens[left], left_follows, room, rng.hash64(key, np.uint64(done))
+            tokens[left], left_follows, limit, rng.hash64(key, np.uint64(done))
         )
         order = np.append(order[:done], left[left_order])
         sample_ends = np.append(sample_ends[sample_ends <= done], left_ends + done)
@@ -230,16 +231,16 @@ def window_count(records_of_shards: np.ndarray, wanted_records: int) -> int:
 
 
 def shuffle_and_pack_text(
-    tokens_of_records: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray
+    tokens_of_records: np.ndarray, follows: np.ndarray, max_sample_tokens: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle records of running text and pack them into samples. Return their order [n], and the number of records up
     to each sample's end [samples].
 
-    follows: True for each record that continues the document of the record before it [n]. room: the
-    maximum number of tokens of a sample."""
-    first = find_run_starts(tokens_of_records, np.flatnonzero(~follows), room)
+    follows: True for each record that continues the document of the record before it [n]. max_sample_tokens: a sample
+    has more tokens only if it is a single record."""
+    first = find_run_starts(tokens_of_records, np.flatnonzero(~follows), max_sample_tokens)
     shuffled = rng.permutation(key, len(first))
-    sample = pack_into_bins_numbered_by_item(np.add.reduceat(tokens_of_records, first)[shuffled], room)
+    sample = pack_into_bins_numbered_by_item(np.add.reduceat(tokens_of_records, first)[shuffled], max_sample_tokens)
     # numpy sorts 16-bit numbers in linear time.
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
@@ -250,25 +251,25 @@ def shuffle_and_pack_text(
     return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
 
 
-def pack_into_bins_numbered_by_item(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Pack items into bins of size `room`, and return the bin of each item [n]. The number of a bin is the number of
-    one of its items.
+def pack_into_bins_numbered_by_item(sizes: np.ndarray, bin_size: int) -> np.ndarray:
+    """Pack items into bins of size `bin_size`, and return the bin of each item [n]. The number of a bin is the number
+    of one of its items.
 
-    sizes: the size of each item, at least 1 [n]. An item larger than `room` is alone in its bin. In each round, every
-    bin that is more than half full is joined with the largest other bin that fits, fullest bins first; the remaining
-    bins are joined in pairs.
+    sizes: the size of each item, at least 1 [n]. An item larger than `bin_size` is alone in its bin. In each round,
+    every bin that is more than half full is joined with the largest other bin that fits, fullest bins first; the
+    remaining bins are joined in pairs.
     """
-    # Sizes above the room need no exact value, and numpy sorts small integers in linear time.
+    # Sizes above `bin_size` need no exact value, and numpy sorts small integers in linear time.
     bin_of = np.arange(len(sizes))
-    filled = np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
+    filled = np.minimum(sizes, bin_size + 1).astype(np.min_scalar_type(bin_size + 1))
     still = bin_of
     while True:
         still = still[np.argsort(filled[still], kind="stable")]
-        half = np.searchsorted(filled[still], room // 2, side="right")
+        half = np.searchsorted(filled[still], bin_size // 2, side="right")
         small = still[:half]
         large = still[half:][::-1]
         number = np.arange(len(large))
-        fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
+        fitting = np.searchsorted(filled[small], bin_size - filled[large].astype(np.int64), side="right")
         # Each large bin gets the largest fitting small bin that no later large bin needs: `chosen` is strictly
         # increasing and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
@@ -287,16 +288,16 @@ def pack_into_bins_numbered_by_item(sizes: np.ndarray, room: int) -> np.ndarray:
     return bin_of
 
 
-def find_run_starts(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
+def find_run_starts(sizes: np.ndarray, borders: np.ndarray, max_run_size: int) -> np.ndarray:
     """Divide items into runs of consecutive items, and return the first item of each run. A run has as many items as
-    fit into `room`, at least one, and ends before the next border.
+    fit into `max_run_size`, at least one, and ends before the next border.
 
     sizes: the size of each item, at least 1 [n]. borders: the items at which a run must begin; the first is 0.
     """
     if len(borders) == len(sizes):
         return borders
     filled = np.cumsum(sizes)
-    behind = np.searchsorted(filled, filled - sizes + room, side="right")
+    behind = np.searchsorted(filled, filled - sizes + max_run_size, side="right")
     border = np.append(borders, len(sizes))
     ends = np.repeat(border[1:], np.diff(border))
     following = np.clip(behind, np.arange(1, len(sizes) + 1), ends)

@@ -53,26 +53,27 @@ class Row:
     transposed: Gather
     """gather.transpose(P), for the backward pass."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of states by stream and name, in the order of `gather`."""
+    """Stream -> name of the states -> their number. The order is that of the states in `gather`."""
     labels: Any = field(default_factory=lambda: NO_NUMBERS)
     """Labels of all predictions [M], int64."""
     label_counts: Counts = field(default_factory=dict)
-    """Number of predictions by `loss_key`, in the order of `labels`."""
+    """Number of predictions by `loss_key`, in the order in which `labels` has them."""
     language_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The languages and pairs whose losses are reported separately, by stream."""
     group_of_target: dict[MetricKey, Any] = field(default_factory=dict)
-    """Index of each target's language or pair in the stream's `language_groups`, or their number if it is none of them
-    [T], int64. By `loss_key`; only of terms that are reported by language."""
+    """By `loss_key`, for the terms that are reported by language: the index of each target's language or pair in the
+    stream's `language_groups`, or len(language_groups) if it is none of them [T], int64."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
     """The row of a stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """The counts of the row, such as the number of targets, by `count_key`; some of them also by language. The counts
-    of sampled and of overlong pairs have the names "drawn" and "too_long", by stream and pair of languages. "too_long"
-    is counted by stream, too."""
+    """Counts of the row by key: the number of targets of each term, and other counts of the stream batches, by
+    `count_key`, some of them also by language; the number of sampled pairs, with the name "drawn", by stream and pair
+    of languages; and that of pairs of more than max_length tokens, with the name "too_long", by stream, and by stream
+    and pair of languages."""
     samples: int = 0
-    """Number of samples."""
+    """Number of samples of all streams."""
     cost: dict[str, int] = field(default_factory=dict)
     """The numbers on which the cost of the row depends: "tokens"; "places", the tokens whose states are read;
     "predictions"; and "squares", the sum of the squared lengths of sequences, for attention. "auxiliary_tokens",
@@ -123,11 +124,11 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row:
-    """Return the packed row of these stream batches. id_if_empty: a token id; a row without any token gets two tokens
-    of it."""
-    parts = list(stream_batches.values())
-    tokens, row_indices = lay_out_longest_first(parts, id_if_empty)
-    states = join_gathers(parts, row_indices)  # its columns are tokens of the row
+    """Return the packed row of these stream batches. stream_batches: by stream. id_if_empty: a token id; a row without
+    any token gets two tokens of it."""
+    batches = list(stream_batches.values())
+    tokens, row_indices = lay_out_longest_first(batches, id_if_empty)
+    states = join_gathers(batches, row_indices)  # its columns are tokens of the row
     places, place_of_column = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, place_of_column.astype(np.int32))  # its columns are indices of `places`
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
@@ -141,28 +142,28 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
     group_of_target = dict[MetricKey, np.ndarray]()
     arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
-    for stream, part in stream_batches.items():
-        state_counts[stream] = {name: gathered.state_count for name, gathered in part.states.items()}
-        for term, ids in part.labels.items():
+    for stream, batch in stream_batches.items():
+        state_counts[stream] = {name: gathered.state_count for name, gathered in batch.states.items()}
+        for term, ids in batch.labels.items():
             labels.append(ids)
             label_counts[loss_key(stream, term)] = len(ids)
-        for name, count in part.target_counts.items():
+        for name, count in batch.target_counts.items():
             counts[count_key(stream, name)] = count
-        counts |= part.pair_counts
-        language_groups[stream] = part.language_groups
-        for term, groups in part.group_of_target.items():
-            assert len(groups) == part.target_counts[term], (
+        counts |= batch.pair_counts
+        language_groups[stream] = batch.language_groups
+        for term, groups in batch.group_of_target.items():
+            assert len(groups) == batch.target_counts[term], (
                 f"streams.{stream}: `collate` returned group_of_target[{term!r}] with {len(groups)} items, but "
-                f"target_counts[{term!r}] is {part.target_counts[term]}"
+                f"target_counts[{term!r}] is {batch.target_counts[term]}"
             )
             group_of_target[loss_key(stream, term)] = groups
-            targets_of_groups = np.bincount(groups, minlength=len(part.language_groups)).tolist()
+            targets_of_groups = np.bincount(groups, minlength=len(batch.language_groups)).tolist()
             # If a target belongs to none of the languages and pairs, there is one count more, which zip leaves out.
-            for language, targets in zip(part.language_groups, targets_of_groups, strict=False):
+            for language, targets in zip(batch.language_groups, targets_of_groups, strict=False):
                 counts[count_key(stream, term, language)] = targets
-        if part.auxiliary is not None:
-            auxiliary[stream] = pack_row({stream: part.auxiliary}, id_if_empty)
-        arrays[stream] = part.arrays
+        if batch.auxiliary is not None:
+            auxiliary[stream] = pack_row({stream: batch.auxiliary}, id_if_empty)
+        arrays[stream] = batch.arrays
     return Row(
         tokens=tokens,
         places=places.astype(np.int64),
@@ -176,8 +177,8 @@ def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row
         arrays=arrays,
         auxiliary=auxiliary,
         counts=counts,
-        samples=sum(part.samples for part in parts),
-        cost=row_cost(parts, len(places), list(auxiliary.values())),
+        samples=sum(batch.samples for batch in batches),
+        cost=row_cost(batches, len(places), list(auxiliary.values())),
     )
 
 
@@ -193,8 +194,8 @@ def join_gathers(stream_batches: Sequence[StreamBatch], row_indices: Sequence[np
 def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:
     """Return the tokens of all sequences, and for each stream batch the index of each of its tokens in the row.
 
-    The longest sequence comes first, because attention without a fused kernel pads consecutive sequences to one length.
-    A row without any token gets one sequence, twice the token `id_if_empty`.
+    Longer sequences come first, because attention without a fused kernel pads consecutive sequences to one length. A
+    row without any token gets one sequence, twice the token `id_if_empty`.
     """
     ids = list[np.ndarray]()
     positions = list[np.ndarray]()
@@ -230,22 +231,23 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    return tokens, np.split(row_index, ends)[:-1]  # the last part is no stream batch's
+    # After the last end come only the two tokens of a row without any token; they belong to no stream batch.
+    return tokens, np.split(row_index, ends)[:-1]
 
 
-def concatenate_and_scatter(parts: list[np.ndarray], destinations: np.ndarray) -> np.ndarray:
-    """Return the elements of all parts in another order, int64 [N]. destinations: the index of each element in the
+def concatenate_and_scatter(arrays: list[np.ndarray], destinations: np.ndarray) -> np.ndarray:
+    """Return the elements of all arrays in another order, int64 [N]. destinations: the index of each element in the
     result [N]."""
     row = np.empty(len(destinations), dtype=np.int64)
-    row[destinations] = np.concatenate(parts)
+    row[destinations] = np.concatenate(arrays)
     return row
 
 
-def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
-    """Return the sequences of all parts, in their order."""
-    input_ids, positions, types, _, part_lengths, longest = zip(*parts, strict=True)
+def concat_tokens(tokens_of_rows: Sequence[Tokens]) -> Tokens:
+    """Return the sequences of several rows, in the order of the rows."""
+    input_ids, positions, types, _, lengths_of_rows, longest = zip(*tokens_of_rows, strict=True)
     joined_types = None if types[0] is None else np.concatenate(types)
-    lengths = np.concatenate(part_lengths)
+    lengths = np.concatenate(lengths_of_rows)
     return Tokens(
         input_ids=np.concatenate(input_ids),
         positions=np.concatenate(positions),
@@ -257,7 +259,8 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
 
 
 def row_cost(stream_batches: Sequence[StreamBatch], tokens_read: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
-    """Return Row.cost of a row with these stream batches. tokens_read: the number of tokens whose states are read."""
+    """Return Row.cost of a row with these stream batches. tokens_read: the number of tokens whose states losses
+    read."""
     cost = Counter(tokens=0, squares=0, places=tokens_read, predictions=0)
     for stream_batch in stream_batches:
         lengths = stream_batch.sequences.lengths

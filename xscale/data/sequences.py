@@ -51,17 +51,19 @@ class Sequences:
     lengths: np.ndarray
     """Tokens of each sequence [B]."""
     positions: np.ndarray
-    """Position of each token in its sequence, from 0 on; with the option reset_positions of TLM, in its segment [N]."""
+    """Position of each token in its sequence, from 0 on. With the option reset_positions of TLM, it is the token's
+    position in its segment [N]."""
     languages: np.ndarray
     """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
     """Number of each token's segment within its sequence, from 0 on [N]."""
     word_of_token: np.ndarray | None
-    """Number of each token's word within its sequence, -1 for a token that belongs to no word [N]."""
+    """Number of each token's word within its sequence, -1 for a token that belongs to no word [N]. None if the examples
+    have no words."""
     random_keys: np.ndarray
     """Key of all random choices about each sequence, uint64 [B]."""
     text_starts: np.ndarray
-    """Index of the first token of each segment's text [segments], after the special tokens before the text."""
+    """Index of the first token of each segment's text, behind the special tokens before the text [segments]."""
 
     @property
     def sequence_of_token(self) -> np.ndarray:
@@ -85,11 +87,14 @@ def join_segments(
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """Return sequences of the form [CLS] segment [SEP] segment [SEP] and so on.
+    """Join the segments of each sequence, and add the special tokens.
 
-    The two texts of one record get the special tokens of the tokenizer's template for pairs. [CLS] belongs to the first
-    segment. Special tokens between two segments belong to the first of the two. A sequence has the random key of its
-    first example.
+    One segment becomes [CLS] segment [SEP]; two become [CLS] segment [SEP] segment [SEP], and so on. But the two texts
+    of one record get the special tokens of the tokenizer's template for pairs, such as [CLS] A [SEP] [SEP] B [SEP].
+    [CLS] belongs to the first segment. Special tokens between two segments belong to the first of the two. A sequence
+    has the random key of its first example.
+
+    language_ids: the number of each language. reset_positions: number the tokens of each segment from 0.
     """
     ids = list[int]()
     text_starts = list[int]()
@@ -138,7 +143,7 @@ def choose_template(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTempla
     the two texts of one record."""
     if len(sequence) == 2 and sequence[0][0] is sequence[1][0]:
         return tokenizer.pair
-    return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
+    return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], has_two_token_types=False)
 
 
 def number_words_within_sequences(
@@ -177,8 +182,8 @@ def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
 
 
 def truncate_texts_in_proportion(pair: Example, excess_tokens: int) -> Example:
-    """Return the pair without the last tokens of its texts, `excess_tokens` together. Each text keeps at least one
-    token."""
+    """Return the pair without the last tokens of its texts: `excess_tokens` tokens in all, in proportion to the lengths
+    of the texts. Each text keeps at least one token."""
     first, second = pair.ids
     cut_first = round(excess_tokens * len(first) / (len(first) + len(second)))
     cut_first = min(cut_first, len(first) - 1)
@@ -195,36 +200,39 @@ def join_sentences(sample: list[Example], max_length: int) -> list[Example]:
     """Join the sentences of a sample into texts, each of which becomes a sequence [CLS] text [SEP].
 
     A text has consecutive sentences of one document, as many whole ones as fit into max_length. A sentence that is
-    longer than a sequence is split into several texts, between words. Every token is in exactly one text.
+    longer than a sequence is split into pieces, between words. Every token is in exactly one text.
     """
-    room = max_length - 2
-    texts: list[list[Example]] = []
-    size = room  # the tokens of the last text; `room` if the next part must begin a new text
+    max_text_tokens = max_length - 2
+    texts: list[list[Example]] = [[]]
+    length = 0  # of the last text
     for example in sample:
         if not example.follows:
-            size = room
-        for part in split_to_fit(example, room):
-            length = len(part.ids[0])
-            if size + length > room:
+            texts.append([])
+            length = 0
+        for piece in split_to_fit(example, max_text_tokens):
+            piece_length = len(piece.ids[0])
+            if length + piece_length > max_text_tokens:
                 texts.append([])
-                size = 0
-            texts[-1].append(part)
-            size += length
-    return list(map(join_texts, texts))
+                length = 0
+            texts[-1].append(piece)
+            length += piece_length
+    return [join_texts(examples) for examples in texts if examples]
 
 
-def split_to_fit(example: Example, room: int) -> list[Example]:
-    """Return the text in pieces of at most `room` tokens. It is cut between words. Only a word of more than `room`
-    tokens is divided."""
+def split_to_fit(example: Example, max_text_tokens: int) -> list[Example]:
+    """Return the text in pieces of at most `max_text_tokens` tokens; [] if it has no tokens. It is cut between words.
+    Only a word of more than `max_text_tokens` tokens is divided."""
     length = len(example.ids[0])
     if length == 0:
         return []
-    if length <= room:
+    if length <= max_text_tokens:
         return [example]
     pieces = []
     start = 0
     while start < length:
-        end = find_end_of_piece(example.borders, start, room) if length - start > room else length
+        end = length
+        if length - start > max_text_tokens:
+            end = find_end_of_piece(example.borders, start, max_text_tokens)
         words = example.words
         if words is not None:
             words = (words[0].select_tokens(start, end),)
@@ -236,10 +244,10 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
     return pieces
 
 
-def find_end_of_piece(borders: Sequence[int], start: int, room: int) -> int:
-    """Return the end of the piece of a text that begins at token `start`: the last border within `room` tokens, or if
-    there is none, `start + room`. borders: see Example."""
-    furthest = start + room
+def find_end_of_piece(borders: Sequence[int], start: int, max_text_tokens: int) -> int:
+    """Return the end of the piece of a text that begins at token `start`: the last border within `max_text_tokens`
+    tokens, or if there is none, `start + max_text_tokens`. borders: see Example."""
+    furthest = start + max_text_tokens
     borders_before = bisect_right(borders, furthest)
     if borders_before == 0 or borders[borders_before - 1] <= start:
         return furthest

@@ -1,10 +1,10 @@
 """Shards and their index. With the index, one `pread` reads any record of a WebDataset tar, and a checksum verifies it.
 
-A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
+A source directory has NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
 entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines", the range is one line of
-JSON inside a `.jsonl` member. In the layout "samples" (tars of other programs), the range is the consecutive members
-that share a key. xscale reads the file `entries` in place of the .idx files. It has the entries of all shards in the
-order of index.json, so that a reader opens a single file besides the tars.
+JSON inside a `.jsonl` member. In the layout "samples" (tars of other programs), the range is one sample of WebDataset:
+the consecutive members that share a key. xscale reads the file `entries` in place of the .idx files. It has the entries
+of all shards in the order of index.json, so that a reader opens a single file besides the tars.
 
 The entries of a document's records stand one after the other, and all but the first have the bit FOLLOWS. A
 monolingual text of more than PART_BYTES has several entries with the same byte range. Each of them is read as a record
@@ -52,7 +52,8 @@ PART_BYTES = 1024
 """A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
 OPEN_FILES = 1 << 14
 """A process keeps at most this many files open, or half of the process's limit if that is less: those that were used
-last. They are enough for the windows (data/order.py) of dozens of sources. With more sources, most reads open a tar."""
+last. They are enough for the windows of dozens of sources (a window is the part of a source that is being read, see
+data/order.py). With more sources, most reads open a tar."""
 BLOCK = tarfile.BLOCKSIZE
 SAMPLE = 100_000
 """The maximum number of records of a language that `sample_texts` reads."""
@@ -130,8 +131,8 @@ class Source:
         self.records = int(self.counts.sum())
 
     def with_evenly_spaced_shards(self, max_shards: int) -> "Source":
-        """Return a copy with at most `max_shards` of the shards, evenly spaced. Its `records` still counts all
-        records."""
+        """Return a copy with at most `max_shards` of the shards, evenly spaced. Its `records` is still the number of
+        records of all shards."""
         chosen = evenly_spaced_indices(len(self.counts), max_shards)
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
@@ -150,7 +151,8 @@ class Source:
             )
 
     def renumber_links_by_xscale_words(self, record: Record) -> Record:
-        """Return the record with links that number the words of data/words.py. Raises UserError."""
+        """Return the record with links that number the words of data/words.py. Raises UserError if a link is not
+        valid."""
         if record.links is None:
             return record
         self.check_link_segmentation()
@@ -174,7 +176,7 @@ class Source:
 
     def check_local_file(self, shard: Shard) -> None:
         """Raise UserError if the .tar of a local shard is missing or has a wrong size. So a run on an incomplete copy
-        fails before step 1. The files of a remote shard are checked when they are fetched."""
+        fails before step 1. A remote shard is checked when it is fetched."""
         if self.remote:
             return
         path = f"{self.directory}/{shard.name}"  # to make a Path takes longer than the check
@@ -192,12 +194,13 @@ class Source:
         )
 
     def byte_lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Return the length in bytes of records of one shard [n_records]."""
+        """Return the length in bytes of records of one shard [n_records], see byte_lengths_and_continuations."""
         return self.byte_lengths_and_continuations(shard, records)[0]
 
     def byte_lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Return the length in bytes of records of one shard [n_records], and True for each record that continues the
-        document of the record before it [n_records]. Only the shard's entries are read."""
+        document of the record before it [n_records]. The length of a part of a long text is the mean of its parts. Only
+        the shard's entries are read. Raises UserError if they are damaged."""
         idx = self.index_entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -247,19 +250,22 @@ class Source:
             ) from None
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """Return whether the record continues the document of the record before it."""
+        """Return whether the record continues the document of the record before it. Raises UserError if the shard's
+        entries are damaged."""
         return bool(self._offset_flagged_length_crc_of_record(shard, record)[1] & FOLLOWS)
 
     def fetch_shard(self, shard: int, damaged_inode: int = 0) -> None:
-        """Fetch a shard of a source at a URL, unless it is in the cache. damaged_inode: see Remote.fetch. Raises
-        OSError."""
+        """Fetch a shard, unless the source is local or the shard is in the cache. damaged_inode: see Remote.fetch.
+        Raises OSError."""
         if self.remote:
             about = self.shards[shard]
             self.remote.fetch(about.name, about.bytes, lambda path: sha256_file(path) == about.sha256, damaged_inode)
 
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
-        file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
+        file from the file system, because all its records are read soon. Raises UserError if the record or the shard's
+        entries are damaged or contradict index.json; IndexError if there is no such record; OSError if the shard cannot
+        be read or fetched."""
         data = self._read_intact_bytes(shard, record, readahead)
         whole = self._parse_and_rename_languages(data, shard, record)
         if len(data) <= PART_BYTES or len(whole.texts) == 2:
@@ -268,20 +274,23 @@ class Source:
         return self._cut_record_to_its_text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
 
     def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
-        """Return the bytes of a record, which have the checksum of its entry. The arguments are those of `read`. Raises
-        UserError."""
+        """Return the bytes of a record, which have the checksum of its entry. The arguments and exceptions are those of
+        `read`."""
         offset, length, crc = self._offset_flagged_length_crc_of_record(shard, record)
-        length &= FOLLOWS - 1
+        length &= FOLLOWS - 1  # without the bit FOLLOWS
         about = self.shards[shard]
-        attempts = 0 if offset + length > about.bytes else 2  # a second read may succeed
+        # A record beyond the end of the shard is damaged without a read. Otherwise a second read may succeed.
+        attempts = 0 if offset + length > about.bytes else 2
         damaged_inode = 0
         for _ in range(attempts):
             self.fetch_shard(shard, damaged_inode)
             file = self._open_file(about.name, readahead)
             data = file.pread(length, offset)
-            if data and zlib.crc32(data) == crc:
+            if data and zlib.crc32(data) == crc:  # an entry of zeros has the checksum of no bytes
                 return data
-            if self.remote:  # the second read fetches the shard again, and opens the new file
+            if self.remote:
+                # For the second read, fetch_shard replaces the damaged file, and the new owner makes _open_file open
+                # the new one.
                 damaged_inode = os.fstat(file.fd).st_ino
                 self._owner = object()
         raise UserError(
@@ -291,7 +300,8 @@ class Source:
         )
 
     def _parse_and_rename_languages(self, data: bytes, shard: int, record: int) -> Record:
-        """Return the record that these bytes are, with the program's names of languages. Raises UserError."""
+        """Return the record that these bytes are, with the program's names of languages. Raises UserError if they are
+        no record, or a record in other languages."""
         try:
             if self.layout == "lines":
                 parsed = Record.from_dict(parse_json(data, refuse_repeated_fields=False))
@@ -316,19 +326,21 @@ class Source:
     def _cut_record_to_its_text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
         """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
         part's entry in the shard. max_parts: the maximum number of parts."""
+        # The entries of the text's parts stand one after the other, at most `max_parts` before and after this entry.
         first = max(record - max_parts, 0)
         end = min(record + 1 + max_parts, int(self.counts[shard]))
         near = np.frombuffer(self._verified_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         is_of_text = near["offset"] == near["offset"][record - first]
-        number = int(is_of_text[: record - first].sum())
+        number = int(is_of_text[: record - first].sum())  # of the part, from 0 on
         parts = int(is_of_text.sum())
-        if parts == 1:
+        if parts == 1:  # the text is short; the rest of the record has made it long
             return whole
         text = stripped_piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _offset_flagged_length_crc_of_record(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
+        """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record. Raises IndexError if there is
+        no such record, and UserError if the shard's entries are damaged."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
         return ENTRY.unpack(self._verified_entry_bytes(shard, record, record + 1))
@@ -342,15 +354,15 @@ class OpenFile:
     """A file of a source that is open for reading."""
 
     fd = -1
-    """-1 if the file could not be opened."""
+    """The file descriptor; -1 if the file could not be opened."""
 
     def __init__(self, path: str):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
         self.changed = 0
-        """The file's change time when its entries were last verified."""
+        """The file's change time when its entries were last verified, in nanoseconds."""
         self.intact: dict[int, bool] = {}
-        """Shard -> the result of entries_have_checksum."""
+        """Number of a shard -> the result of entries_have_checksum."""
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be None when the interpreter ends
         if self.fd >= 0:
@@ -364,8 +376,8 @@ class OpenFile:
             raise
 
     def entries_have_checksum(self, shard: int, first_entry: int, about: Shard) -> bool:
-        """Return True if the shard's entries have the checksum of index.json. first_entry: the number of the
-        shard's first entry in the file.
+        """Return True if a shard's entries in this file have the checksum of index.json. shard: its number.
+        first_entry: the number of its first entry in the file. about: its row in index.json.
 
         The checksum is computed again if the file has changed. So a run ends if somebody replaces a tar together
         with the entries.
@@ -404,7 +416,8 @@ def sorted_pair_name(langs: Iterable[str]) -> str:
 
 
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """Return the content of a directory's index.json, and the shards that it lists. Raises UserError."""
+    """Return the content of a directory's index.json, and the shards that it lists. Raises UserError if there is no
+    valid index.json."""
     path = directory / "index.json"
     if path.is_fifo():
         raise UserError(f"{path} is a named pipe instead of a file. Remove {path}, and copy the folder again")
@@ -499,7 +512,7 @@ def languages_of(sources: Iterable[Source]) -> set[str]:
 
 
 def source_folders_at_or_below(directory: Path) -> list[Path]:
-    """Return the directory if it has an index.json, or else the folders in it that have one. A broken link is none."""
+    """Return the directory if it has an index.json, or else the folders in it that have one."""
     if (directory / "index.json").exists():
         return [directory]
     return sorted(path.parent for path in directory.glob("*/index.json") if path.exists())
@@ -507,7 +520,8 @@ def source_folders_at_or_below(directory: Path) -> list[Path]:
 
 def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> list[Source]:
     """Return the source at each URL, and the sources of each directory: the one there, or those one level below. cache:
-    the value of data.cache, for sources at a URL. Raises UserError for a directory or URL without a source."""
+    the value of data.cache, for sources at a URL. Raises UserError for a directory or URL without a source, and for two
+    sources with the same records."""
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
@@ -570,7 +584,8 @@ def drop_later_records_per_language(sources: list[Source], kept_records: int | N
 
 
 def sample_texts(language: str, sources: list[Source], max_records: int = SAMPLE) -> Iterator[list[str]]:
-    """Yield lists of texts in a language, from at most `max_records` evenly spaced records of all its sources."""
+    """Yield lists of texts in a language, from at most `max_records` records of all its sources. They are runs of RUN
+    consecutive records, evenly spaced, or all records if there are no more."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
     chosen = record_numbers_in_spaced_runs(records, max_records)

@@ -26,7 +26,8 @@ class Stream:
     options: Any
     """The values of the objective's own fields."""
     sources: tuple[int, ...]
-    """Indices of the sources that the stream reads in any phase of the run."""
+    """Indices of the sources that the stream reads in any phase of the run. Before `with_sources_of_all_phases`, it has
+    only those of the stream's own phase."""
     samples: int
     """Samples per optimizer step over all ranks."""
     lexicons: tuple[Any, ...] = ()

@@ -43,8 +43,8 @@ class CollateContext:
     """Number of the packed row among the rows of all ranks in the step."""
     rows: int = 1
     """Number of packed rows of all ranks in the step."""
-    segments: bool = False
-    """True if the two sentences of a pair have token types 0 and 1."""
+    has_two_token_types: bool = False
+    """True if the first sentence of a pair has token type 0, and the second one 1."""
     language_groups: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
@@ -80,7 +80,7 @@ class CollateContext:
         """Return the field of Sequences that has the token types of pairs; None: all types are 0."""
         if language_embeddings:
             return "languages"
-        return "segments" if self.segments else None
+        return "segments" if self.has_two_token_types else None
 
 
 class Gather(NamedTuple):

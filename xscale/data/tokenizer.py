@@ -21,7 +21,7 @@ class PairTemplate(NamedTuple):
     first: list[int]
     between: list[int]
     last: list[int]
-    segments: bool
+    has_two_token_types: bool
     """True if the tokens of A have type 0 and the tokens of B have type 1."""
 
     @property

@@ -121,7 +121,8 @@ def _shift_right(which: np.ndarray) -> np.ndarray:
 
 
 class TokenWords(NamedTuple):
-    """The words of one text, and the tokens that overlap them."""
+    """The words and symbols of one text, and the tokens that overlap them. Words and symbols are numbered together, and
+    the fields call both of them words."""
 
     word_of_token: np.ndarray
     """Number of the first word that each token overlaps; -1 for a token that overlaps no word, such as white space
@@ -175,7 +176,7 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 
 
 def token_words(texts: list[str], token_counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
-    """Return the words of each text, and the tokens that overlap them.
+    """Return the words and symbols of each text, and the tokens that overlap them.
 
     token_counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2].
     A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does

@@ -97,7 +97,11 @@ def sum_losses_of_fitting_pairs(
     """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that
     exceed the model's positions are left out. samples: one pair each."""
     context = CollateContext(
-        model.tokenizer, model.max_length, "drop", model.language_ids_or_neutral(langs), segments=model.segments
+        model.tokenizer,
+        model.max_length,
+        "drop",
+        model.language_ids_or_neutral(langs),
+        has_two_token_types=model.has_two_token_types,
     )
     samples = [[pair] for pair in context.fit_pairs(samples)]
     sums_S3 = np.zeros((len(samples), 3))

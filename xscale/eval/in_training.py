@@ -16,7 +16,7 @@ from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, check_file_sizes_against_index, select_sources_with_word_links
 from xscale.data.loader import Loader, StepBatch
-from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
+from xscale.data.mixture import SAMPLE_FILL, initial_state, source_sizes
 from xscale.data.remote import parse_location
 from xscale.data.shards import Source, drop_later_records_per_language, find_sources
 from xscale.data.stream import Stream, matching_source_indices, unify_language_names
@@ -165,7 +165,7 @@ def make_heldout_loader(task: EvalTask, loader: Loader) -> Loader:
     for stream in make_heldout_streams(recipe, loader.corpus, sources):
         if stream.reads_running_text:
             text = sum(tokens[source] for source in stream.sources)
-            stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
+            stream = replace(stream, samples=max(int(text / (SAMPLE_FILL * recipe.data.max_length)), 1))
         if hasattr(stream.options, "language_dropout"):
             stream = replace(stream, options=replace(stream.options, language_dropout=0.0))
         streams.append(stream)

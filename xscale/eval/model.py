@@ -64,7 +64,7 @@ class ExportedModel:
         self.languages: list[str] = trained.get("languages", [])
         """The language of each language id. Id 0 is the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
-        self.segments: bool = trained.get("segments", False)
+        self.has_two_token_types: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
         """These three options have the values that they had in the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", 1.0)

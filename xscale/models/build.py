@@ -205,7 +205,7 @@ def build_initial_encoder(
         languages=corpus.languages,
         language_embeddings=recipe.any_stream_sets("language_embeddings"),
         reset_positions=recipe.any_stream_sets("reset_positions"),
-        segments=corpus.segments,
+        segments=corpus.has_two_token_types,
         neutral_trained=recipe.has_sequences_without_language(),
         seed=recipe.train.seed,
         load=load,

@@ -7,7 +7,7 @@ from pathlib import Path
 from xscale.data.corpus import Corpus
 from xscale.data.lexicon import Lexicon, languages_in_file_name, read_entries, split_pair_name
 from xscale.data.loader import Loader
-from xscale.data.mixture import PACK_FILL, probabilities_of_stream_sources, source_sizes
+from xscale.data.mixture import SAMPLE_FILL, probabilities_of_stream_sources, source_sizes
 from xscale.data.scripts import find_exact_name_or_spellings
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, select_source_indices
@@ -174,7 +174,7 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
         for number, name, weight in zip(stream.sources, names, weights.tolist(), strict=True):
             in_epoch = sizes["records"][number]
             if stream.reads_running_text:
-                in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
+                in_epoch = sizes["tokens"][number] / (SAMPLE_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             folder = ""
             if names.count(name) > 1:

@@ -50,7 +50,7 @@ class Trainer:
         self.data_state = checkpoint.state if checkpoint else initial_state(loader.last_streams)
         """The mixture's state after the steps done, which has the streams' positions in their data."""
         self.done = self.data_state["step"]
-        """The number of steps done."""
+        """The number of steps done, which is also the number of the next step, counted from 0."""
         context.status.set_steps_done_for_next_write(self.done)
         self.flops = StepFlops(engine.module.encoder, bool(engine.module.streams_with_vectors()))
         # The manager calls `published` at its first save, when self.evaluations exists.
@@ -67,6 +67,8 @@ class Trainer:
         self.metrics = RunMetrics(context, self.recipe, self.manager, self.done, trace)
         self.synchronizer = StepSynchronizer(context, self.metrics, self.done, self.recipe.train.steps)
         self.probes: ProbesByMetric = {}
+        """The dictionary words on which each metric `alignment/...` is measured; {} if there are none, and on other
+        ranks than 0."""
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
             self.probes = gather_probe_words_on_rank_0(loader.corpus, context.cpu_group, context.watch.note_progress)
         tasks = make_task_functions(loader, engine, context.process, context.watch.note_progress)
@@ -75,20 +77,19 @@ class Trainer:
         self.files = (self.metrics.lines, self.metrics.trace, self.evaluations.lines)
 
     def evaluate_and_save_start(self) -> None:
-        """Evaluate and save before the first step of a run. So a run that cannot save fails at once, and not after a
-        day."""
+        """Save before the first step, unless the run continues from its own checkpoint; and before step 1, also
+        evaluate. So a run that cannot save fails at once, and not after a day."""
         if self.manager.saved is None:
             if self.done == 0:
                 self.evaluations.evaluate_if_due_and_check_if_best(0)
             self.save(must_succeed=True)
 
     def loop(self, batches: Iterator[StepBatch]) -> ExitCode:
-        """Train to the last step, or until a rank is asked to stop. Returns the exit code. `number` counts steps from
-        1; self.done is the number from 0 by which recipes and data know the same step."""
+        """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
         steps = self.recipe.train.steps
         while self.done < steps:
             started = time.monotonic()
-            number = self.done + 1
+            number = self.done + 1  # of the step that begins, counted from 1 as in all that people read
             self.context.watch.begin_step(number)
             agreed = self.synchronizer.next_step(batches)
             if agreed is None:
@@ -110,7 +111,7 @@ class Trainer:
             self.context.stop.arm_time_limit()
             self.context.status.set_steps_done_for_next_write(number)
             self.metrics.trace_records(number, agreed.batch)
-            if agreed.flush:
+            if agreed.report_metrics:
                 self.metrics.reduce_and_report_steps()
             try:
                 is_best = self.evaluations.evaluate_if_due_and_check_if_best(number)
@@ -123,8 +124,8 @@ class Trainer:
         return DONE
 
     def train_step(self, agreed: AgreedStep, started: float) -> UnreportedStep:
-        """Do one optimizer step. Returns its numbers; some are still on the device. started: the time at which the step
-        began."""
+        """Do one optimizer step. Returns its numbers; some are still on the device. started: the time, by
+        time.monotonic(), at which the step began."""
         engine = self.engine
         number = self.done + 1
         skipped = engine.skipped_steps
@@ -188,6 +189,6 @@ class Trainer:
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
     def flush_files_at_end(self) -> None:
-        """Write the lines that still wait, at the end of the run."""
+        """Write the lines that still wait in memory, at the end of the run."""
         for lines in self.files:
             lines.flush_and_log_lost_lines()

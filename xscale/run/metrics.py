@@ -1,8 +1,8 @@
 """Writes a run's metrics: metrics.jsonl, TensorBoard and the trace.
 
 Each file has every step once, because a resume first removes the lines of steps after its checkpoint. The metrics of
-steps stay on the device until a flush sums them over ranks and reports them. A run ends when its loss or its gradient
-is not finite. Under fp16, a few skipped steps are normal.
+steps stay on the device until the ranks sum them and rank 0 writes them, about once a second. A run ends when its loss
+or its gradient is not finite. Under fp16, a few skipped steps are normal.
 """
 
 import json
@@ -36,7 +36,7 @@ NOT_FINITE = "not_finite.jsonl"
 MOST_SKIPPED = 100
 """A run fails if fp16 skips this many steps in a row. Fewer are normal while fp16 looks for a loss scale: 32 halvings
 lead from 2^32 to 1."""
-FLUSH_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 """The minimum number of seconds between two readings of metrics from the device, because each reading waits for the
 device."""
 LINE_SECONDS = 5.0
@@ -223,17 +223,17 @@ class RunMetrics:
         self.last_line = 0.0
         self.unreported: list[UnreportedStep] = []
         """The steps whose numbers the next `reduce_and_report_steps` reads from the device."""
-        self.last_flush = time.monotonic()
-        """The time at which metrics were last read, or at which rank 0 asked to read them."""
+        self.last_report = time.monotonic()
+        """The time at which metrics were last reported, or at which rank 0 asked for it."""
         self.fp16: bool = manager.engine.fp16_enabled()
         self.skipped_in_a_row = 0
         """The number of steps, up to the newest reported one, that fp16 has skipped without a break."""
 
-    def restart_flush_timer_if_due(self) -> bool:
-        """Return whether it is time to read metrics. If it is, the next interval begins now."""
-        if time.monotonic() - self.last_flush < FLUSH_SECONDS:
+    def restart_report_timer_if_due(self) -> bool:
+        """Return whether it is time to report metrics. If it is, the next interval begins now."""
+        if time.monotonic() - self.last_report < REPORT_SECONDS:
             return False
-        self.last_flush = time.monotonic()
+        self.last_report = time.monotonic()
         return True
 
     def reduce_steps_and_report_excluded(self, number: int, samples: int, tokens: int) -> None:
@@ -250,7 +250,7 @@ class RunMetrics:
     def reduce_and_report_steps(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
         if one of these steps is not finite."""
-        self.last_flush = time.monotonic()
+        self.last_report = time.monotonic()
         if not self.unreported:
             return
         steps = self.unreported

@@ -45,7 +45,7 @@ def resolve_run(
         data,
         cpu_group,
         init=init,
-        model_has_segments=has_segment_embeddings(init, recipe.model.preset),
+        model_has_two_token_types=has_segment_embeddings(init, recipe.model.preset),
         withheld_before=xscale_field_of_init(init).get("lexicon_heldout", 1.0),
     )
     return convert_epochs_to_steps(recipe, corpus), corpus

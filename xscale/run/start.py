@@ -92,7 +92,8 @@ def resolve_and_check_run(
 def lock_folder_and_start_watch(
     args: argparse.Namespace, run: ResolvedRun, process: Process, cpu_group: CpuGroup, status: run_status.Status
 ) -> RunContext:
-    """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
+    """Lock the run's folder, start to log there, to listen to signals and to watch this rank. All ranks call it
+    together; rank 0 locks the folder. Raises UserError if the folder has another run, or cannot be used."""
     out: Path = args.out
     stop = StopRequest(run.recipe.train.time_limit)
     locks = list[files.Lock]()

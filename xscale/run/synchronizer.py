@@ -44,8 +44,8 @@ class AgreedStep(NamedTuple):
     cost: dict[str, int]
     """Row.cost of the step's rows."""
     samples: int
-    flush: int
-    """1 if rank 0 asks to read metrics after this step, otherwise 0."""
+    report_metrics: int
+    """1 if rank 0 asks all ranks to report metrics after this step, otherwise 0."""
     vector_counts_of_ranks: Mapping[str, list[int]]
     """Stream -> the number of vectors that each rank computes for the auxiliary state."""
 
@@ -62,12 +62,13 @@ class StepSynchronizer:
         self.context = context
         self.metrics = metrics
         self.announced = done
+        """The number of the last step that is announced, counted from 1."""
         self.steps = steps
         self.ahead = steps_announced_ahead(context.process.world)
         self.read_s = 0.0
         """The seconds for which the last call of `next_step` waited for records."""
         self.length = 0
-        """The length of a message; 0 before the first one."""
+        """The number of numbers of a message; 0 before the first one."""
         self.pending: deque[Callable[[], AgreedStep | None]] = deque()
         """For each step that is announced and has not begun, the function that `_announce` has returned."""
         self.error: Exception | None = None
@@ -75,8 +76,10 @@ class StepSynchronizer:
 
     def next_step(self, batches: Iterator[StepBatch]) -> AgreedStep | None:
         """Announce the steps that are due, and return the one that begins now; None: a rank was asked to stop. If a
-        rank cannot read the step, all ranks raise an error. `batches` is an argument instead of an attribute, because
-        in a reference cycle the garbage collector would wait for its worker processes."""
+        rank cannot read its part of the step, all ranks raise an error; if it cannot read its part of the first step
+        since the start, it raises the error alone. batches: this rank's parts of the steps. They are an argument
+        instead of an attribute, because in a reference cycle the garbage collector would wait for their worker
+        processes."""
         self.read_s = 0.0
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
@@ -88,7 +91,8 @@ class StepSynchronizer:
         return wait_for_agreement()
 
     def _read_or_store_error(self, batches: Iterator[StepBatch]) -> StepBatch | None:
-        """Return this rank's part of the next step; None if it could not be read. `self.error` has the error."""
+        """Return this rank's part of step `self.announced`; None if this part or an earlier one could not be read.
+        `self.error` has the error. Before this rank's first message, the error is raised."""
         self.context.watch.note_progress(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:
@@ -98,7 +102,7 @@ class StepSynchronizer:
             for lock in self.context.locks:
                 lock.check_not_taken_over()
         except Exception as error:
-            if not self.length:  # before the first message, the other ranks end because this rank ends
+            if not self.length:  # the length of messages is not known; the other ranks end because this rank ends
                 raise
             self.error = error
             return None
@@ -109,7 +113,8 @@ class StepSynchronizer:
         """Send this rank's message about a step. Return a function that waits for the messages of all ranks and returns
         the result of `next_step`. batch: this rank's part of the step; None: it could not be read."""
         structure = None
-        # A message begins with two flags: this rank could not read the step, and it was asked to stop.
+        # A message begins with two flags: this rank could not read the step, and it was asked to stop. All messages
+        # have the same length.
         if batch is None:
             message = [1, *[0] * (self.length - 1)]
         else:
@@ -122,7 +127,7 @@ class StepSynchronizer:
                     "counts": batch.counts_without_languages(),
                     "cost": batch.cost(),
                     "samples": batch.sample_count(),
-                    "flush": int(self.context.process.is_main and self.metrics.restart_flush_timer_if_due()),
+                    "report_metrics": int(self.context.process.is_main and self.metrics.restart_report_timer_if_due()),
                     "vector_counts_of_ranks": vector_counts_of_ranks,
                 }
             )
@@ -143,7 +148,7 @@ class StepSynchronizer:
 
 
 def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> None:
-    """Raise UserError on all ranks if a step has no targets."""
+    """Raise UserError on all ranks if a step has no targets. step: its number, counted from 1."""
     if any(count for key, count in agreed.counts.items() if key.name == "count"):
         return
     raise UserError(
@@ -156,8 +161,8 @@ def check_step_has_targets(agreed: AgreedStep, step: int, recipe: Recipe) -> Non
 
 def report_steps_and_raise(error: Exception | None, cpu_group: CpuGroup, metrics: RunMetrics) -> NoReturn:
     """Raise on all ranks, after some could not read their records. A rank raises its own error; a rank without an error
-    raises another rank's. All ranks write their metrics before, unless another run has taken the directory. error:
-    this rank's error. All ranks call it together."""
+    raises another rank's. Before, the ranks report the steps that they have done, unless another run has taken the
+    directory. error: this rank's error; None: it has none. All ranks call it together."""
     problem = error
     if error and not isinstance(error, DirectoryTaken):
         code, text = exit_code_and_message(error)

@@ -54,7 +54,7 @@ class SequenceMaker:
         self.max_length = min(max_length, model.max_length)
         self.language_types = model.language_ids_or_neutral(languages) if model.language_embeddings else {}
         """{language: the type of its tokens}; {} if the types are 0 for the first text and 1 for the second."""
-        single = PairTemplate([self.tokenizer.cls_id], [self.tokenizer.sep_id], [], segments=False)
+        single = PairTemplate([self.tokenizer.cls_id], [self.tokenizer.sep_id], [], has_two_token_types=False)
         self.templates = {1: single, 2: self.tokenizer.pair}
         """{number of texts: the special tokens of a sequence}. A single text has no `last` token."""
 
@@ -73,7 +73,7 @@ class SequenceMaker:
         first = [*template.first, *a[: room - len(b)], *template.between]
         second = [*b, *template.last]
         inputs = {"input_ids": first + second, "attention_mask": [1] * len(first + second)}
-        if self.model.language_embeddings or self.model.segments:
+        if self.model.language_embeddings or self.model.has_two_token_types:
             first_type = self.language_types.get(languages[0], 0)
             second_type = self.language_types.get(languages[1], 1)
             inputs["token_type_ids"] = [first_type] * len(first) + [second_type] * len(second)
