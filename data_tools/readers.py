@@ -394,8 +394,8 @@ def read_parquet_or_data_set_rows(source: SourceSpec) -> Iterator[Unit]:
             raise
         except Exception as error:
             raise UserError(
-                f"{name}: row {number} cannot be read as `{source.format}` ({error}). Download the data again, or "
-                "correct the keys of the source in corpus.yaml"
+                f"{name}: row {number} cannot be read as `{source.format}` ({error}). Correct the keys of the source "
+                "in corpus.yaml, or download the data again"
             ) from None
         if fields is None:
             return

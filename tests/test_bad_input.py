@@ -310,6 +310,8 @@ def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> N
         UserError, match=r"reads sentence pairs in hi-de, but .* only en-hi .*, en-hi .*, de-en \(pair\)"
     ):
         select_source_indices("s", "pair", ["hi-de", "hi-en"], sources)
+    with pytest.raises(UserError, match=r"sentence pairs in hi, .*streams\.s\.languages \(the list \[en, de\] "):
+        select_source_indices("s", "pair", ["hi"], sources)
 
 
 def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

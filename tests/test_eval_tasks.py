@@ -186,7 +186,8 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
     table.write_text("".join(f"{a}\t{b}\t{line}\n" for (a, b), line in zip(pairs, lines, strict=True)))
     text.write_text("".join(f"{a} ||| {b}\n" for a, b in pairs))
     gold.write_text("".join(" ".join(f"{i + 1}{k}{j + 1}" for i, j, k in of) + "\n" for of in links))
-    code, found = command("--task", "aer", "--aer", "xx-en", table, "--aer", "fr-en", text, gold)
+    twice = ("--aer", "xx-en", table, "--aer", "xx-en", table)  # one row
+    code, found = command("--task", "aer", *twice, "--aer", "fr-en", text, gold)
     rows = found["results"]["aer"]
     assert code == 0 and len(rows) == 6
     sides = [[hidden_states(hf, pair[side]) for pair in words] for side in (0, 1)]
@@ -274,6 +275,17 @@ def test_a_task_without_what_it_measures_on_is_refused_before_the_work(
     assert command("--task", *flags)[0] == 2
     error = capsys.readouterr().err
     assert re.search(said, error) and len(error.splitlines()) == 1
+
+
+def test_pairs_with_a_blank_line_are_no_sentences(tmp_path: Path) -> None:
+    english = tmp_path / "en"
+    german = tmp_path / "de"
+    english.write_text("one\n\ntwo\nthree\n\n")
+    german.write_text("eins\n\n \ndrei\n\n")
+    assert run.read_parallel_lines(english, german, None) == [("one", "eins"), ("three", "drei")]
+    assert run.read_parallel_lines(english, german, 3) == [("one", "eins")]
+    with pytest.raises(UserError, match=r"the number of lines is 0 in .*en"):
+        run.read_parallel_lines(english, german, 0)
 
 
 def test_a_pair_of_languages_has_one_name_whichever_way_round(

@@ -98,6 +98,8 @@ def test_dictionaries_of_such_languages(data: Path) -> None:
         ("en-pt-br", ("en", "pt-br", "pt"), ("en", "pt-br")),
         ("en-zh-yue", ("en", "zh-yue"), ("en", "zh-yue")),
         ("en-zh", ("en", "zh-CN"), ("en", "zh")),
+        ("zh-CN", (), None),
+        ("zh-CN", ("zh", "CN"), ("zh", "CN")),
         ("a-b-c", ("a", "b-c", "a-b", "c"), None),
         ("en", ("en",), None),
     ],

@@ -266,6 +266,7 @@ def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
         ([{"until": 0}], [], r"phases\[0\].until: 0 .*at least 1,"),
         ([{"until": 0.5}, {"until": 0.5}], [], r"phases\[1\].until: 0.5 .*at least 11,"),
         ([{"until": 0.5}, {"until": 10}, {"until": 11}], [], r"phases\[1\].until: 10 .*at least 11,"),
+        ([{"until": 0.13}, {"until": 3}], [], r"phases\[1\].until: 3 .*at least 4,"),
         ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
         ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),
         ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads sentence pairs in en"),

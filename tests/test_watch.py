@@ -1,11 +1,11 @@
 """What a run watches: numbers that are none, ranks that hang, steps that are skipped."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from tests import launch
-from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import NotFinite
@@ -83,54 +82,89 @@ def test_no_step_is_to_be_skipped_if_none_has_changed_the_weights(tmp_path: Path
     assert "was the last to change" not in message
 
 
-def wait_without_steps(folder: Path, ready: Any) -> None:
-    """A run whose train.stall_limit is 2.4 s, and which makes no step."""
-    watch.Watch(Process(0, 1, 0, 1), folder / "rank0.log", 2.4 / 60, print)
-    ready.set()
-    time.sleep(0.2)
-    time.sleep(0.6)  # after the suspension, when it has made no step for longer than the limit
+class Clock:
+    """The time of a watch without threads, and its event `closed`: a wait lasts as long as it is asked to, or as
+    `waits` says."""
+
+    def __init__(self, waits: Iterable[float | None]):
+        """waits: the seconds of each wait, after the last of which the watch is closed; None: those asked for."""
+        self.now = 0.0
+        self.waits = list(waits)
+        self.then: dict[float, Callable[[], object]] = {}
+        """Time -> what happens at this time."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def is_set(self) -> bool:
+        return not self.waits
+
+    def wait(self, pause: float) -> bool:
+        if not self.waits:
+            return True
+        seconds = self.waits.pop(0)
+        self.now = round(self.now + (pause if seconds is None else seconds), 3)
+        self.then.pop(self.now, lambda: None)()
+        return False
 
 
-def test_a_run_that_was_suspended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than train.stall_limit, of which its own time alone counts."""
-    monkeypatch.setattr(watch, "END_SECONDS", 0.1)
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=wait_without_steps, args=(tmp_path, ready))
-    process.start()
-    assert process.pid and ready.wait(60)
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(3)
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(60)
-    assert process.exitcode == 0
+@pytest.fixture
+def start_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., watch.Watch]:
+    """start_watch(clock, limit, world): a watch with train.stall_limit `limit`, in seconds, and without threads."""
+
+    def start(clock: Clock, limit: float, world: int = 1) -> watch.Watch:
+        threads = SimpleNamespace(Event=lambda: clock, Thread=lambda **_: SimpleNamespace(start=lambda: None))
+        monkeypatch.setattr(watch, "threading", threads)
+        monkeypatch.setattr(watch, "time", clock)
+        return watch.Watch(Process(0, world, 0, world), tmp_path / "rank0.log", limit / 60, print)
+
+    return start
 
 
-def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("waits", "ends"), [([None] * 9, True), ([None] * 7, False), ([None, 3600.0, *[None] * 4], False)]
+)
+def test_a_run_ends_at_the_limit_of_its_own_time(
+    start_watch: Any, monkeypatch: pytest.MonkeyPatch, waits: list[float | None], ends: bool
+) -> None:
+    """An hour in which it was suspended counts as two pauses. There are eight pauses in the limit."""
+    ended: list[float] = []
+    clock = Clock(waits)
+    watched = start_watch(clock, 40.0)
+    monkeypatch.setattr(watched, "_end_process", lambda: ended.append(clock.now))
+    watched._end_if_stalled_until_closed()
+    assert ended[:1] == [40.0] * ends
+
+
+def test_no_progress_is_told_at_twice_the_time(start_watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again from the beginning, once there was some."""
-    said: list[str] = []
-    monkeypatch.setattr(watch, "FIRST_WARNING_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(watch, "LOG", SimpleNamespace(warning=said.append))
-    found = watch.Watch(Process(0, 1, 0, 1), tmp_path / "rank0.log", 1.0, print)
-    time.sleep(1.0)
-    first = len(said)
-    found.note_progress("in step 2")
-    time.sleep(0.1)  # until the watch has looked
-    said.clear()
-    time.sleep(0.25)
-    found.close()
-    assert 2 <= first <= 3, first  # after 0.2, 0.4 and 0.8 s
-    assert len(said) == 1 and "in step 2" in said[0]
+    said: list[tuple[float, str]] = []
+    clock = Clock([None] * 14)
+    watched = start_watch(clock, 800.0)
+
+    def look(pause: float) -> bool:
+        """What the other thread does meanwhile."""
+        watched.idle += pause
+        return Clock.wait(clock, pause)
+
+    def step() -> None:
+        watched.note_progress("in step 2")
+        watched.idle = 0.0
+
+    monkeypatch.setattr(watch, "LOG", SimpleNamespace(warning=lambda text: said.append((clock.now, text))))
+    monkeypatch.setattr(watched, "pause", 30.0)
+    monkeypatch.setattr(clock, "wait", look)
+    clock.then = {330.0: step}
+    watched._write_beats_and_warn_until_closed()
+    assert [at for at, _ in said] == [60.0, 120.0, 240.0, 390.0]
+    assert ["in step 2" in text for _, text in said] == [False, False, False, True]
 
 
-def test_ranks_for_which_others_wait_are_named(tmp_path: Path) -> None:
+def test_ranks_for_which_others_wait_are_named(start_watch: Any, tmp_path: Path) -> None:
     """Those that have written nothing, or nothing for longer than a rank at work, or else those that are behind."""
-    watched = watch.Watch(Process(0, 3, 0, 3), tmp_path / "rank0.log", 40 / 60, print)
-    own = tmp_path / "rank0.beat"
-    wait_for(own.exists, 4)  # before the first pause of 5 s
-    assert own.exists()
-    watched.close()
+    watched = start_watch(Clock([None]), 40.0, world=3)
+    watched._write_beats_and_warn_until_closed()
+    assert (tmp_path / "rank0.beat").exists()
 
     def told(*written: float, notes: tuple[int, int, int] = (2, 2, 2)) -> str:
         for rank, at in enumerate(written):

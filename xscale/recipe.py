@@ -626,11 +626,12 @@ def build_phases(
 
 def steps_until_end_of_phase(until: Any, begin: float, steps: int, problems: list[str]) -> float:
     """Return the number of steps before the end of a phase. It is not rounded, so that two different shares differ also
-    in a short run. begin: the number of steps before the phase. steps: those of the run."""
+    in a short run, where a phase between two shares may have no step. begin: the number of steps before the phase.
+    steps: those of the run."""
     end: float = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:
         end = until * steps
-    if end <= begin:
+    if end <= begin or (type(until) is int and until <= round(begin)):
         problems.append(
             f"until: {until!r} cannot be the last step of the phase. Write the number of a step, at least "
             f"{round(begin) + 1}, or a share of the run's steps, such as 0.8 (1.0 is the end of the run)"

@@ -157,6 +157,7 @@ def select_source_indices(
         raise UserError(
             f"streams.{stream} reads {'sentence pairs' if record_kind == 'pair' else 'monolingual text'}{missing}, "
             f"but --data has only {available}. Add to --data a folder that `xscale data write_shards "
-            f"{'pairs' if record_kind == 'pair' else 'mono'}` has written, or change streams.{stream}.languages"
+            f"{'pairs' if record_kind == 'pair' else 'mono'}` has written, or change streams.{stream}.languages (the "
+            "list [en, de] selects the pair en-de, too, but [de] does not)"
         )
     return chosen

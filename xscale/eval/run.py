@@ -263,17 +263,19 @@ def warn_of_unread_files(folder: Path, parallel: dict[str, dict[str, Path]]) -> 
 
 
 def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
-    """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines, or
-    if neither has any."""
+    """Return the pairs of lines of two files, from at most `limit` lines. Pairs with a blank line are left out. Raises
+    UserError if one file has more lines, or if there is no pair."""
     first_lines = aer.read_all_lines(first)[:limit]
     second_lines = aer.read_all_lines(second)[:limit]
-    if not 0 < len(first_lines) == len(second_lines):
+    lines = zip(first_lines, second_lines, strict=False)
+    pairs: list[tuple[str, ...]] = [pair for pair in lines if all(map(str.strip, pair))]
+    if len(first_lines) != len(second_lines) or not pairs:
         raise UserError(
             f"the number of lines is {len(first_lines):,} in {first} and {len(second_lines):,} in {second}; line n of "
             "one file must be the translation of line n of the other. Correct one of the two files, or move the wrong "
             "file to another folder"
         )
-    return list(zip(first_lines, second_lines, strict=True))
+    return pairs
 
 
 def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
@@ -282,7 +284,7 @@ def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow
             "task aer needs word alignments made by hand. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS"
         )
     rows = []
-    for pair, *names in args.aer:
+    for pair, *names in dict.fromkeys(map(tuple, args.aer)):
         langs = split_pair_name(pair, languages_of(sources))
         paths = list(map(Path, names))
         if langs is None or not 1 <= len(paths) <= 2:

@@ -138,7 +138,7 @@ def add_score_tables(section: Section, models: dict[str, Results], absent: Cell)
             row.append(format_score_and_interval(scores[name]) if name in scores else absent)
         row += [other_minus_first_cell(name, first, other) for other in others]
         tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
-    section.tables = list(tables.values())
+    section.tables.extend(tables.values())
 
 
 def format_score_and_interval(score: float | Score) -> Cell:
