@@ -1,8 +1,10 @@
-"""What a rank of many needs to meet the others."""
+"""What a rank of many needs to meet the others, and what a rank on a CPU needs to use little memory."""
 
 import multiprocessing
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import deepspeed  # noqa: F401  once, before ranks are forked
@@ -60,3 +62,22 @@ def test_a_rank_connects_with_few_others_whatever_their_number(monkeypatch: pyte
     assert all(sums == [sum(range(RANKS)), RANKS] and raised for _, sums, raised in told)
     *others, main = sorted(opened for opened, _, _ in told)  # rank 0 has the store, with which each rank connects
     assert max(others) <= 4 and main <= 4 + RANKS, told
+
+
+def test_rows_of_many_sizes_do_not_fill_memory() -> None:
+    """On a CPU. PyTorch's GELU keeps code for each number of tokens; without a limit, that is 200 MB here."""
+    code = """
+import torch
+from xscale import ranks
+ranks.join_process_group(ranks.read_launcher_and_set_environment(allow_missing_launcher=True))
+def resident() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+states = torch.randn(600, 256, requires_grad=True)
+torch.nn.functional.gelu(states[:1]).sum().backward()
+before = resident()
+for tokens in range(2, 402):
+    torch.nn.functional.gelu(states[:tokens]).sum().backward()
+print("bytes", resident() - before)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(result.stdout.split("bytes")[1]) < 80e6

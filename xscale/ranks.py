@@ -247,6 +247,9 @@ def join_process_group(process: Process) -> None:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+        # oneDNN keeps compiled code for each shape of a tensor, about 1 MB each. By default it keeps 1,024 of them, and
+        # each packed row has another shape.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     store = open_local_store(process)
     if store is not None:
         dist.init_process_group(
