@@ -25,7 +25,6 @@ import numpy as np
 from xscale import files
 from xscale.data.link_projection import project_links_and_count_dropped
 from xscale.data.shards import (
-    BLOCK,
     ENTRIES,
     FOLLOWS,
     FORMAT_VERSION,
@@ -135,8 +134,8 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
                 continue
             sample = list(members)
             start = sample[0].offset
-            last_blocks = -(-sample[-1].size // BLOCK)
-            data = os.pread(fd, sample[-1].offset_data + last_blocks * BLOCK - start, start)
+            last_blocks = -(-sample[-1].size // tarfile.BLOCKSIZE)
+            data = os.pread(fd, sample[-1].offset_data + last_blocks * tarfile.BLOCKSIZE - start, start)
             record = parse_tar_sample(data, langs, refuse_other_langs)
             langs = langs or record.langs
             yield StoredRecord(record, layout, start, data)
@@ -172,7 +171,7 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
             )
         yield member
     rest = os.pread(fd, 1 << 20, tar.offset)
-    if len(rest) < BLOCK or rest.strip(b"\0"):
+    if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
         raise ValueError(
             "the end-of-archive mark is missing after the last record, so the tar is cut off or damaged. Copy the tar "
             "again"

@@ -119,6 +119,8 @@ class StepDataset(Dataset):
         )
 
     def __getitem__(self, plan: Plan | Failure) -> StepBatch | Failure:
+        """Return this rank's StepBatch of a part of a plan. A failure of the planner is passed on, and an error that a
+        user can mend becomes a failure."""
         if isinstance(plan, Failure):
             return plan
         context = self.contexts.at(plan.step)
@@ -329,9 +331,8 @@ class Loader:
     def max_tokens(self, device: str) -> int:
         """Return train.max_tokens, or if it is null, its default on this device: "cuda" or "cpu". Mixture.next_plan
         allows a row of data.max_length tokens even if that is more."""
-        if self.recipe.train.max_tokens:
-            return self.recipe.train.max_tokens
-        return self.gpu_tokens if device == "cuda" else CPU_TOKENS
+        default = self.gpu_tokens if device == "cuda" else CPU_TOKENS
+        return self.recipe.train.max_tokens or default
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
         """Return the mixture of the run. state: the state from which it continues."""

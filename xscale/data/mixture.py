@@ -245,8 +245,7 @@ class Mixture:
         for numbers in self.state["positions"][stream.name]:
             position = Position.from_list(numbers)
             if stream.reads_running_text and limit_before != self.max_tokens_of_text_sample:
-                change = (position.records, limit_before)
-                position = position._replace(sample_limits=(*position.sample_limits, change))
+                position = position._replace(sample_limits=(*position.sample_limits, (position.records, limit_before)))
             positions.append(position)
         return positions
 
@@ -341,7 +340,8 @@ SIZED = 4
 def probabilities_of_stream_sources(
     stream: Stream, sources_of_run: list[Source], alpha: float, sizes_of_run_sources: Sequence[float]
 ) -> np.ndarray:
-    """Return the probability of each of the stream's sources; idle sources have the probability 0.
+    """Return the probability of each of the stream's sources; idle sources have the probability 0. alpha: data.alpha.
+    sizes_of_run_sources: the size of each source of the run.
 
     The probability of a language, or of an undirected pair of languages, is proportional to n^alpha, where n is the
     size of all its sources. It is divided among these sources in proportion to their sizes.
@@ -368,8 +368,8 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
 
 
 def draw_source_per_sample_systematically(probabilities: np.ndarray, sample_count: int, key: np.uint64) -> np.ndarray:
-    """Return the number of the source of each sample. Source i is chosen probabilities[i] * sample_count times, rounded
-    up or down.
+    """Return the source of each sample, as an index of `probabilities`. Source i is chosen probabilities[i] *
+    sample_count times, rounded up or down. key: that of the random numbers.
 
     This is systematic sampling (Madow 1949) in shuffled order. The tokens of a step vary less than with
     independent draws.
@@ -410,7 +410,8 @@ def describe_sources_read(
     state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]
 ) -> list[dict[str, Any]]:
     """Return each source from which records were read, as {"name", "languages", "licence", "streams"}. "licence" is
-    None if index.json has none. "streams" has the number of records that each stream has read, over all epochs."""
+    None if index.json has none. "streams" has the number of records that each stream has read, over all epochs. state:
+    the mixture's state. sources: those of the run."""
     records_read: dict[int, dict[str, int]] = {}
     """Index of a source -> the number of records that each stream has read from it."""
     for stream in streams:

@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     types: Any | None
     """Token type of each token, a language or segment number [N], int64; None: 0 everywhere."""
     starts: Any
-    """Start of each sequence, and N [B + 1], int32."""
+    """Index of each sequence's first token, and N at the end [B + 1], int32."""
     lengths: Any
     """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, so that reading it does not wait
     for the device."""

@@ -54,7 +54,6 @@ OPEN_FILES = 1 << 14
 """A process keeps at most this many files open, or half of the process's limit if that is less: those that were used
 last. They are enough for the windows of dozens of sources (a window is the part of a source that is being read, see
 data/order.py). With more sources, most reads open a tar."""
-BLOCK = tarfile.BLOCKSIZE
 SAMPLE = 100_000
 """The maximum number of records of a language that `sample_texts` reads."""
 RUN = 64

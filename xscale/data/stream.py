@@ -35,7 +35,8 @@ class Stream:
     idle: frozenset[int] = frozenset()
     """Those of `sources` that the stream does not read in this phase."""
     language_groups: tuple[str, ...] = ()
-    """Languages and pairs whose losses are reported separately."""
+    """The languages and pairs of `sources`, whose losses are reported separately. `with_sources_of_all_phases` sets
+    it."""
     objective_name: str = ""
     """The objective's name, for error messages."""
 
@@ -73,8 +74,8 @@ class Stream:
 
 
 def covers_every_language(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """Return True if `languages` lists the language or pair `langs`. The pair (en, de) is listed by "en-de", by
-    "de-en", and by "en" together with "de"."""
+    """Return True if `languages`, a list in a recipe, selects the language or pair `langs`. "en-de" or "de-en" selects
+    the pair (en, de), and so do "en" and "de" together."""
     return set(langs) == set().union(*(languages_meant(name, langs) for name in languages))
 
 

@@ -267,8 +267,9 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
     UserError if one file has more lines, or if there is no pair."""
     first_lines = aer.read_all_lines(first)[:limit]
     second_lines = aer.read_all_lines(second)[:limit]
-    lines = zip(first_lines, second_lines, strict=False)
-    pairs: list[tuple[str, ...]] = [pair for pair in lines if all(map(str.strip, pair))]
+    pairs: list[tuple[str, ...]] = [
+        pair for pair in zip(first_lines, second_lines, strict=False) if all(map(str.strip, pair))
+    ]
     if len(first_lines) != len(second_lines) or not pairs:
         raise UserError(
             f"the number of lines is {len(first_lines):,} in {first} and {len(second_lines):,} in {second}; line n of "
