@@ -29,7 +29,7 @@ from xscale.data.shards import (
     FOLLOWS,
     FORMAT_VERSION,
     IDX_DTYPE,
-    PART_BYTES,
+    PIECE_BYTES,
     SEGMENTATIONS,
     check_one_or_two_languages,
     read_index,
@@ -180,7 +180,7 @@ def read_record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarIn
 
 def make_idx_entries(stored: StoredRecord, continues_document: bool) -> list[tuple[int, int, int]]:
     """Return a record's entries (offset, length, CRC) in the .idx file: one entry, or for a long monolingual record an
-    entry for each PART_BYTES of its text. continues_document: True if the record continues the document of
+    entry for each PIECE_BYTES of its text. continues_document: True if the record continues the document of
     the record before it."""
     record = stored.record
     length = len(stored.data)
@@ -192,8 +192,8 @@ def make_idx_entries(stored: StoredRecord, continues_document: bool) -> list[tup
     if len(record.texts) == 2:
         return [(stored.offset, length, crc)]
     first = (stored.offset, length + FOLLOWS * continues_document, crc)
-    parts = -(-text_bytes[0] // PART_BYTES)
-    return [first] + [(stored.offset, length + FOLLOWS, crc)] * (parts - 1)
+    pieces = -(-text_bytes[0] // PIECE_BYTES)
+    return [first] + [(stored.offset, length + FOLLOWS, crc)] * (pieces - 1)
 
 
 def build_index(

@@ -21,7 +21,7 @@ from tests.plain import originals
 from tests.streams import make_dataset, make_mixture
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
-from xscale.data.shards import PART_BYTES, Source
+from xscale.data.shards import PIECE_BYTES, Source
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext
 from xscale.data.text import stripped_piece_of_text
@@ -235,7 +235,7 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
         assert sorted(itertools.chain(*word_ranges(Run(source, words)))) == list(range(sum(map(len, flat(made)))))
         longest = max(len(source.read(0, n).texts[0]) for n in range(source.records))
         assert (
-            longest <= 1.6 * PART_BYTES
+            longest <= 1.6 * PIECE_BYTES
             and len({source.read(0, n).key for n in range(source.records)}) == source.records
         )
 

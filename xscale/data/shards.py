@@ -7,8 +7,8 @@ the consecutive members that share a key. xscale reads the file `entries` in pla
 of all shards in the order of index.json, so that a reader opens a single file besides the tars.
 
 The entries of a document's records stand one after the other, and all but the first have the bit FOLLOWS. A
-monolingual text of more than PART_BYTES has several entries with the same byte range. Each of them is read as a record
-with one part of the text, and these records form one document. So a monolingual record is short in any tar.
+monolingual text of more than PIECE_BYTES has several entries with the same byte range. Each of them is read as a record
+with one piece of the text, and these records form one document. So a monolingual record is short in any tar.
 """
 
 import copy
@@ -48,12 +48,12 @@ SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whit
 """The kinds of words that the links of a source can number: words of data/words.py, or words between white space."""
 FOLLOWS = 1 << 31
 """The bit of `length` in an entry that continues the document of the entry before it."""
-PART_BYTES = 1024
-"""A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
+PIECE_BYTES = 1024
+"""A monolingual text of more than this many UTF-8 bytes is indexed in pieces of about this size."""
 OPEN_FILES = 1 << 14
 """A process keeps at most this many files open, or half of the process's limit if that is less: those that were used
-last. They are enough for the windows of dozens of sources (a window is the part of a source that is being read, see
-data/order.py). With more sources, most reads open a tar."""
+last. They are enough for the windows of dozens of sources (a window is the shards of a source that are read together,
+see data/order.py). With more sources, most reads open a tar."""
 SAMPLE = 100_000
 """The maximum number of records of a language that `sample_texts` reads."""
 RUN = 64
@@ -198,16 +198,16 @@ class Source:
 
     def byte_lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Return the length in bytes of records of one shard [n_records], and True for each record that continues the
-        document of the record before it [n_records]. The length of a part of a long text is the mean of its parts. Only
-        the shard's entries are read. Raises UserError if they are damaged."""
+        document of the record before it [n_records]. The length of a piece of a long text is the mean of its pieces.
+        Only the shard's entries are read. Raises UserError if they are damaged."""
         idx = self.index_entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
-        if self.kind == "mono" and (lengths > PART_BYTES).any():
+        if self.kind == "mono" and (lengths > PIECE_BYTES).any():
             offsets = np.ascontiguousarray(idx["offset"])
             chosen = idx["offset"][records]
-            # The parts of a long text have entries with the same offset, and each entry has the length of the text.
-            parts = np.searchsorted(offsets, chosen, side="right") - np.searchsorted(offsets, chosen)
-            lengths //= parts
+            # The pieces of a long text have entries with the same offset, and each entry has the length of the text.
+            pieces = np.searchsorted(offsets, chosen, side="right") - np.searchsorted(offsets, chosen)
+            lengths //= pieces
         return lengths, idx["length"][records] >= FOLLOWS
 
     def index_entries(self, shard: int) -> np.ndarray:
@@ -267,10 +267,10 @@ class Source:
         be read or fetched."""
         data = self._read_intact_bytes(shard, record, readahead)
         whole = self._parse_and_rename_languages(data, shard, record)
-        if len(data) <= PART_BYTES or len(whole.texts) == 2:
+        if len(data) <= PIECE_BYTES or len(whole.texts) == 2:
             return whole
-        # The entries of all parts of a long text have the same byte range, so `whole` has the text of all parts.
-        return self._cut_record_to_its_text_part(whole, shard, record, max_parts=len(data) // PART_BYTES)
+        # The entries of all pieces of a long text have the same byte range, so `whole` has the text of all pieces.
+        return self._cut_record_to_its_piece_of_text(whole, shard, record, max_pieces=len(data) // PIECE_BYTES)
 
     def _read_intact_bytes(self, shard: int, record: int, readahead: bool) -> bytes:
         """Return the bytes of a record, which have the checksum of its entry. The arguments and exceptions are those of
@@ -322,19 +322,19 @@ class Source:
             return parsed._replace(langs=self.langs)
         return parsed
 
-    def _cut_record_to_its_text_part(self, whole: Record, shard: int, record: int, max_parts: int) -> Record:
-        """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
-        part's entry in the shard. max_parts: the maximum number of parts."""
-        # The entries of the text's parts stand one after the other, at most `max_parts` before and after this entry.
-        first = max(record - max_parts, 0)
-        end = min(record + 1 + max_parts, int(self.counts[shard]))
+    def _cut_record_to_its_piece_of_text(self, whole: Record, shard: int, record: int, max_pieces: int) -> Record:
+        """Return the record of one piece of a long text. whole: the record of the whole text. record: the number of the
+        piece's entry in the shard. max_pieces: the maximum number of pieces."""
+        # The entries of the text's pieces stand one after the other, at most `max_pieces` before and after this entry.
+        first = max(record - max_pieces, 0)
+        end = min(record + 1 + max_pieces, int(self.counts[shard]))
         near = np.frombuffer(self._verified_entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         is_of_text = near["offset"] == near["offset"][record - first]
-        number = int(is_of_text[: record - first].sum())  # of the part, from 0 on
-        parts = int(is_of_text.sum())
-        if parts == 1:  # the text is short; the rest of the record has made it long
+        number = int(is_of_text[: record - first].sum())  # of the piece, from 0 on
+        pieces = int(is_of_text.sum())
+        if pieces == 1:  # the text is short; the rest of the record has made it long
             return whole
-        text = stripped_piece_of_text(whole.texts[0], number, parts)
+        text = stripped_piece_of_text(whole.texts[0], number, pieces)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _offset_flagged_length_crc_of_record(self, shard: int, record: int) -> tuple[int, int, int]:
