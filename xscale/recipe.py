@@ -96,8 +96,8 @@ class StreamConfig:
     weight: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] = 1.0
     """The factor by which the stream's loss is multiplied in the total loss of a step."""
     warm_in: NotNegative = 0.0
-    """The number of steps at the beginning of the run in which the factor of the stream's loss rises linearly from 0 to
-    `weight`. A number below 1 is a share of train.steps."""
+    """The number of steps at the beginning of the run in which the factor of the stream's loss rises linearly to
+    `weight`, from `weight` / `warm_in` in the first step. A number below 1 is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """The languages, such as en, or language pairs, such as en-de or de-en, whose text and dictionaries the stream
     reads. The list [en, de] also selects the pair en-de. null: the languages in data.languages."""

@@ -22,8 +22,8 @@ class Correction:
     """The number of tokens in packed rows, divided by the number of estimated tokens. It is measured on samples whose
     estimate is at most data.max_length."""
     beyond: float | None = None
-    """The mean number of tokens in packed rows of a pair whose estimate exceeds data.max_length. A pair that is left
-    out counts as 0 tokens. None: `ratio` applies to such pairs, too."""
+    """The mean number of tokens that a pair whose estimate exceeds data.max_length has in packed rows; 0 for a pair
+    that is left out. None: `ratio` applies to such pairs, too."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
 

@@ -41,11 +41,11 @@ from xscale.recipe import Recipe, Schedule
 from xscale.record import Record
 
 CHARACTERS = 64
-"""The maximum number of characters of a text for each token of data.max_length. The rest is cut
-(cut_texts_before_tokenization)."""
+"""The maximum number of characters of a text of a pair for each token of data.max_length. The rest is cut;
+cut_texts_before_tokenization has the exception."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, and the highest default on a GPU. A CPU's caches have room for such a row.
-A GPU takes much longer for such a row than its host."""
+A GPU computes such a row for much longer than its host needs to launch the kernels, so longer rows gain little."""
 READAHEAD_SHARE = 0.25
 """If the ranks of a node read at least this share of each step, they read most of a shard soon after they have opened
 it. So they request the whole shard from the file system when they open it."""

@@ -32,8 +32,8 @@ from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
 
 SAMPLE_FILL = 0.94
-"""A sample of running text has at most this share of data.max_length in estimated tokens. The rest is a margin for the
-errors of the estimates."""
+"""A sample of running text has at most this share of data.max_length in estimated tokens, unless it is a
+single record. The rest is a margin for the errors of the estimates."""
 
 ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
@@ -46,8 +46,8 @@ class Position(NamedTuple):
     records: int
     """The number of records read in the epoch."""
     sample_limits: tuple[tuple[int, int], ...] = ()
-    """(records, limit) for each change of Mixture.max_tokens_of_text_sample in the epoch: up to `records`, its value
-    was `limit`."""
+    """(records, limit) for each limit of a sample's tokens that has changed within the epoch: the limit held until
+    `records` records were read. Empty if the limit has not changed."""
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> "Position":

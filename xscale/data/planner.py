@@ -34,6 +34,7 @@ FETCHERS = 4
 Failure = RankError | OSError
 """An error that a worker or planner process sends to the main process, which raises it."""
 Plans = Iterator[Plan | Failure]
+"""This rank's part of the plan of each step, or a failure in its place."""
 
 
 def failure_or_raise_bug(error: UserError | OSError, message_start: str = "") -> Failure:
@@ -76,9 +77,11 @@ def gather_node_and_listen(cpu_group: CpuGroup) -> Node:
 
 
 def start_planner(mixture: Mixture, steps: int, node: Node) -> Plans:
-    """Return the plans of the next steps. A background process, the planner, makes them before they are needed, until
-    the buffers of its connections are full. So a step need not wait while the records of a new window are ordered.
-    node: the ranks that share one planner."""
+    """Return this rank's parts of the plans of the next steps.
+
+    A background process, the planner, makes them before they are needed, until the buffers of its connections are full.
+    So a step need not wait while the records of a new window are ordered. node: the ranks that share one planner.
+    """
     planner = None
     if node.listener:
         planner = multiprocessing.Process(target=_run_planner, args=(mixture, steps, node), name="planner", daemon=True)

@@ -54,12 +54,12 @@ class Sequences:
     """Position of each token in its sequence, from 0 on. With the option reset_positions of TLM, it is the token's
     position in its segment [N]."""
     languages: np.ndarray
-    """Language number of each token, from 1 on; 0 for an unknown language [N]."""
+    """Language number of each token, from 1 on; 0 in a sequence that is encoded without its language [N]."""
     segments: np.ndarray
     """Number of each token's segment within its sequence, from 0 on [N]."""
     word_of_token: np.ndarray | None
     """Number of each token's word within its sequence, -1 for a token that belongs to no word [N]. None if the examples
-    have no words."""
+    have no words, if there are no sequences, and after concat_sequences."""
     random_keys: np.ndarray
     """Key of all random choices about each sequence, uint64 [B]."""
     text_starts: np.ndarray

@@ -94,7 +94,8 @@ class Gather(NamedTuple):
     offsets: Any
     """The index in `columns` at which each state begins, and K at the end [S + 1], int32."""
     columns: Any
-    """The tokens of all states, one state after the other [K], int32."""
+    """The tokens of all states, one state after the other [K], int32: indices of tokens, or in Row.gather indices of
+    Row.places."""
 
     @property
     def state_count(self) -> int:
@@ -252,7 +253,7 @@ def masked_lm(
     samples: int | None = None,
     term: str = "mlm",
 ) -> StreamBatch:
-    """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
+    """Return a stream batch of masked sequences, with one term and the states "masked" [M].
 
     types: see StreamBatch. neutral_share: with `types` "languages", the share of the sequences that are encoded as
     transformers does by default: the language number is 0, and positions do not start again in a second sentence.

@@ -21,6 +21,8 @@ Decided, where the paper is silent:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
 - W2, W3 and `linear` are in checkpoints, but not in an export: its masked-LM head does without `linear`.
+
+Shape letters: M masked tokens, R masked tokens with links, K links of words.
 """
 
 import copy
@@ -78,7 +80,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     """Return the batch of samples, each of which is a single pair.
 
     Its states are "masked" [M], the hidden states of the masked tokens, and "linked" [R]: for each masked token with
-    links, the combined hidden states of the tokens that it is linked to (H* of the paper).
+    links, the sum of the hidden states of the tokens that it is linked to (H* of the paper with `normalize: sum`).
     """
     pairs = context.fit_pairs(samples)
     text_numbers = []

@@ -44,11 +44,10 @@ class Losses:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Loss term -> scalar, the sum over its targets."""
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
-    """Metric -> (value, loss term). The value has a number for each target of the term [T], or is the sum of these
-    numbers. The sum over the step is divided by the term's number of targets. A metric with a number for each target is
-    also reported by language, if the stream batch has group_of_target for the term. In place of a loss term, another
-    name of StreamBatch.target_counts may stand, such as that of a number of pairs; the sum is then divided by that
-    count."""
+    """Metric -> (value, name of a count). The value has a number for each target [T], or is the sum of these numbers.
+    The sum over the step is divided by the count: the number of targets of a term, or another count of
+    StreamBatch.target_counts. A metric with a number for each target of a term is also reported by language, if the
+    stream batch has group_of_target for this term."""
 
 
 class AuxiliaryState(Protocol):
@@ -111,9 +110,10 @@ def step_loss_share(losses_V: Tensor, own_n: Tensor) -> Tensor:
     """Return a packed row's part of a loss that compares all samples of the step, for objectives with a function
     `vectors` (see Objective below).
 
-    Its value is the sum of the losses of the row's own samples. Its gradient is that of the sum of all samples' losses,
-    because the losses of other rows' samples depend on this row's vectors, too. losses_V: the loss of each sample of
-    the step; own_n: the indices of the row's samples in the step.
+    Its value is the sum of the losses of the row's own samples. Its gradient is that of the sum of all samples'
+    losses with respect to this row's vectors; the other rows' vectors have no gradient. So the gradients of all rows
+    add up to the gradient of the step. losses_V: the loss of each sample of the step; own_n: the indices of the row's
+    samples in the step.
     """
     own = losses_V[own_n].sum().detach()
     everything = losses_V.sum()

@@ -1,4 +1,7 @@
-"""Translation language modelling (Conneau & Lample 2019): MLM over `[CLS] S [SEP] T [SEP]`, both sides masked."""
+"""Translation language modelling (Conneau & Lample 2019): MLM over `[CLS] S [SEP] T [SEP]`, both sides masked.
+
+Shape letter: B pairs.
+"""
 
 from typing import ClassVar
 

@@ -53,7 +53,7 @@ class Trainer:
         """The number of steps done, which is also the number of the next step, counted from 0."""
         context.status.set_steps_done_for_next_write(self.done)
         self.flops = StepFlops(engine.module.encoder, bool(engine.module.streams_with_vectors()))
-        # The manager calls `published` at its first save, when self.evaluations exists.
+        # The manager first calls `published` when it saves. By then, self.evaluations, which is set below, exists.
         self.manager = CheckpointManager(
             engine,
             context.out / "checkpoints",

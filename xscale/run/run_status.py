@@ -265,7 +265,7 @@ class Status:
         self.has_lock = False
         """True once this run has the directory's lock."""
         self.step: int | None = None
-        """The number of steps done; None before the first step of this start."""
+        """The number of steps done; None until this start knows its checkpoint."""
         self.status_before_start: dict[str, Any] = {}
         """The content of status.json before this start."""
 

@@ -64,7 +64,7 @@ def train_run(args: argparse.Namespace, process: Process, cpu_group: CpuGroup, s
             return run_status.DONE
         trainer, batches = set_up_training(args, run, context, checkpoint)
         if run_status.read_status(args.out).get("status") == "running":  # no other rank has failed meanwhile
-            # This writes the step. slurm/pretrain.sbatch reads whether training has begun.
+            # The status now has the number of steps done, by which slurm/pretrain.sbatch sees that training has begun.
             status.note_lock_and_write_running(status.status_before_start)
         try:
             trainer.evaluate_and_save_start()
@@ -151,7 +151,7 @@ def set_up_training(
     if checkpoint:
         load_engine_and_auxiliary_states(engine, checkpoint, context.cpu_group)
         set_learning_rate_by_scheduler(engine)
-        if checkpoint.step:  # a fork saves the rate of the last step with the checkpoint that it starts from
+        if checkpoint.step:  # a fork saves its first checkpoint before any step, with the rate of the last step done
             set_learning_rate_unless_scheduler(engine, recipe, checkpoint.step - 1)
         if context.process.is_main and args.resume != "auto":
             resume.rename_later_checkpoints_to_partial(args.out, checkpoint)

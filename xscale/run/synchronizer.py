@@ -1,8 +1,9 @@
 """The ranks agree on each step: each rank sends one small message, and the messages are summed while earlier steps run.
 
-A rank's message has the numbers of targets, tokens and samples of its part of the step. It also says if the rank could
-not read its records, was asked to stop, or asks to read metrics. Messages are sent over gloo, between the hosts' CPUs:
-gloo notices at once that a rank is gone, and the host reads the sum without waiting for the device.
+A rank's message has the counts, the cost, the samples and the auxiliary vectors of its part of the step. It also says
+if the rank could not read its records or was asked to stop, and rank 0's message says if metrics are due. Messages are
+sent over gloo, between the hosts' CPUs: gloo notices at once that a rank is gone, and the host reads the sum without
+waiting for the device.
 
 A sum goes twice around a ring of all ranks, so its time grows with the number of ranks, and may exceed the time of a
 step. Messages are therefore sent `steps_announced_ahead` steps ahead. The content of a step does not depend on this

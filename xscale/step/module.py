@@ -172,7 +172,7 @@ class StepModule(nn.Module):
                 predictions.append((stream, prediction))
             for term, value in losses.sums.items():
                 weight = weights[loss_key(stream, term)]
-                if weight:  # 0 in evaluations
+                if weight:  # 0 in evaluations, and for streams that measure_gradient_norms leaves out
                     loss = loss + weight * value
             sums += sums_of_objective(losses, stream, row, wide)
         if predictions:
