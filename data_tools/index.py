@@ -290,9 +290,9 @@ def write_index_and_joined_idx(directory: Path, index: dict[str, Any]) -> None:
 
 def summary_line(directory: Path, index: dict[str, Any]) -> str:
     """Return a line about the records, shards and left-out lines of a directory."""
-    documents = f", documents: {index['documents']:,}" if "documents" in index else ""
+    documents = f" of {index['documents']:,} documents" if "documents" in index else ""
     line = (
-        f"{directory} ({index['kind']}, {' '.join(index['langs'])}): records: {index['records']:,}{documents}, shards: "
+        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents}, shards: "
         f"{len(index['shards'])}, {index['bytes'] / 1e6:,.1f} MB, fingerprint {source_fingerprint(index)}"
     )
     counts = dict(index["made_by"].get("counts", {}))

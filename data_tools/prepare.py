@@ -204,12 +204,12 @@ def summary_text(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
         kind = "pairs" if len(source["languages"]) == 2 else "documents"
         removed = ", ".join(f"{rule} {count:,}" for rule, count in source["removed"].items())
         lines.append(
-            f"{out}/shards/{source['name']} ({'-'.join(source['languages'])}): {kind} read: {counts['read']:,}, "
-            f"records: {counts['records']:,}; removed by rule: {removed or 'nothing'}; "
-            f"records held out: {counts['held']:,}"
+            f"{out}/shards/{source['name']}: {counts['records']:,} records of {counts['read']:,} {kind} "
+            f"({'-'.join(source['languages'])}); removed by rule: {removed or 'nothing'}; "
+            f"held out: {counts['held']:,} records"
         )
     for name, count in report["heldout"].items():
-        lines.append(f"{out}/heldout/{name}: records: {count:,}")
+        lines.append(f"{out}/heldout/{name}: {count:,} records")
     for group in corpus.language_groups:
         lines += missing_heldout_warnings(corpus, group, report["heldout"])
     for path in map(Path, corpus.lexicons):
@@ -235,9 +235,9 @@ def missing_heldout_warnings(corpus: Corpus, group: tuple[str, ...], found: dict
         2: ("pairs", "only pairs whose two sentences occur in no other pair"),
     }[len(group)]
     return [
-        f"{'-'.join(group)}: the number of held-out {kind} is {count:,}, but `heldout` in corpus.yaml asks for "
-        f"{wanted:,}. prepare holds out at most a tenth of the text, and {rule}. If the rule length.tokens is set, "
-        "this rule may also have removed held-out text"
+        f"{'-'.join(group)}: only {count:,} {kind} are held out, but `heldout` in corpus.yaml asks for {wanted:,}. "
+        f"prepare holds out at most a tenth of the text, and {rule}. If the rule length.tokens is set, this rule may "
+        "also have removed held-out text"
     ]
 
 

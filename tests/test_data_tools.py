@@ -189,7 +189,7 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     assert len(shown) == 5 and all(record in found for record in shown)
     places = [found.index(record) for record in shown]
     assert places[0] < 100 and places[-1] > 500, "records are spread over the source"
-    assert "(pair, en xx): records: 600," in out and "with word alignments: 100%" in out
+    assert "600 pair records (en xx)" in out and "with word alignments: 100%" in out
     assert not re.search(r"word alignments: .*[0-9]\.[0-9]{5}", out), "the statistics are rounded"
     for side, lang in enumerate(("en", "xx")):
         words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
@@ -204,7 +204,7 @@ def test_inspect_shows_each_folder_up_to_a_bad_one(tmp_path: Path, demo: Path, c
     (tmp_path / "bad/index.json").write_text("{")
     with pytest.raises(UserError, match=r"bad/index\.json is not an index"):
         inspect.main([str(demo / "mono_en"), str(demo / "mono_en"), str(tmp_path)])
-    assert capsys.readouterr().out.count("records: 600,") == 2
+    assert capsys.readouterr().out.count("600 mono records") == 2
 
 
 # Tokenizers

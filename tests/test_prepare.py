@@ -399,7 +399,7 @@ def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.Cap
     source = {"pairs": ["en", "de"], "tmx": str(path), "first": 3}
     out = run(tmp_path, {"sources": [source]})
     assert [texts[0] for _, texts in stored(out / "shards")] == ["one 4", "one 5", "one 6"]
-    assert "(en-de): pairs read: 7, records: 3; removed by rule: language missing 4" in capsys.readouterr().out
+    assert "3 records of 7 pairs (en-de); removed by rule: language missing 4" in capsys.readouterr().out
 
 
 def fasttext_file(path: Path, words: dict[str, str]) -> None:

@@ -207,7 +207,7 @@ def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) 
     inspect.main([str(out), "--verify"])
     sizes = list(map(len, made))
     told = capsys.readouterr().out
-    assert f"(mono, en): records: {sum(sizes)}, documents: 15, shards: 1" in told
+    assert f"{sum(sizes)} mono records (en) of 15 documents, shards: 1" in told
     assert f"sentences per document: mean {np.mean(sizes):.1f}" in told
 
 
