@@ -1,4 +1,4 @@
-"""What a rank of many needs to meet the others, and what a rank on a CPU needs to use little memory."""
+"""The tests start ranks that have few sockets, and a rank that needs little memory on a CPU."""
 
 import multiprocessing
 import os

@@ -143,7 +143,7 @@ def test_no_progress_is_told_at_twice_the_time(start_watch: Any, monkeypatch: py
     watched = start_watch(clock, 800.0)
 
     def look(pause: float) -> bool:
-        """What the other thread does meanwhile."""
+        """Let the watch wait `pause` seconds, without progress."""
         watched.idle += pause
         return Clock.wait(clock, pause)
 

@@ -37,8 +37,8 @@ from xscale.errors import LOG, UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
 """Matches either language of a pair whose name has only one "-", as in en-de."""
-_TWO_PARTS = re.compile(r"(?![a-z]{2,3}-[A-Z]{2}$)[^-]+-[^-]+")
-"""Matches a name with one "-" that may be a pair: en-de, but not zh-CN, a language with a country."""
+_LANGUAGE_OF_COUNTRY = re.compile(r"[a-z]{2,3}-[A-Z]{2}")
+"""Matches one language with a country, such as zh-CN, which is no pair."""
 _LANGUAGE_WITH_PARTS = re.compile(r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*")
 """Matches either language, such as zh-CN, zh-Hans and es-419, of a pair whose name has several "-"."""
 _BATCH = 10_000
@@ -234,7 +234,9 @@ def split_pair_name(name: str, languages: Collection[str]) -> tuple[str, str] | 
     """Return the two languages in a name, ("en", "zh-CN") for "en-zh-CN", or None if they are unclear. Two of
     `languages` are preferred to names that only look like languages."""
     parts = name.split("-")
-    pattern = _LANGUAGE if _TWO_PARTS.fullmatch(name) else _LANGUAGE_WITH_PARTS
+    pattern = _LANGUAGE_WITH_PARTS
+    if len(parts) == 2 and not _LANGUAGE_OF_COUNTRY.fullmatch(name):
+        pattern = _LANGUAGE
     pairs = list[tuple[str, str]]()
     for number in range(1, len(parts)):
         pairs.append(("-".join(parts[:number]), "-".join(parts[number:])))

@@ -331,8 +331,9 @@ class Loader:
     def max_tokens(self, device: str) -> int:
         """Return train.max_tokens, or if it is null, its default on this device: "cuda" or "cpu". Mixture.next_plan
         allows a row of data.max_length tokens even if that is more."""
-        default = self.gpu_tokens if device == "cuda" else CPU_TOKENS
-        return self.recipe.train.max_tokens or default
+        if self.recipe.train.max_tokens:
+            return self.recipe.train.max_tokens
+        return self.gpu_tokens if device == "cuda" else CPU_TOKENS
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
         """Return the mixture of the run. state: the state from which it continues."""

@@ -32,8 +32,8 @@ from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
 
 SAMPLE_FILL = 0.94
-"""A sample of running text has at most this share of data.max_length in estimated tokens, unless it is a
-single record. The rest is a margin for the errors of the estimates."""
+"""A sample of running text has at most this share of data.max_length in estimated tokens, unless it is a single
+record. The rest is a margin for the errors of the estimates."""
 
 ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
@@ -245,7 +245,8 @@ class Mixture:
         for numbers in self.state["positions"][stream.name]:
             position = Position.from_list(numbers)
             if stream.reads_running_text and limit_before != self.max_tokens_of_text_sample:
-                position = position._replace(sample_limits=(*position.sample_limits, (position.records, limit_before)))
+                change = (position.records, limit_before)
+                position = position._replace(sample_limits=(*position.sample_limits, change))
             positions.append(position)
         return positions
 

@@ -138,8 +138,10 @@ class EpochOrder:
         """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees the memory of the old part first
-            make_part = self._make_part_of_running_text if self.sample_limits else self._make_part_of_single_records
-            self._part = make_part(position)
+            if self.sample_limits:
+                self._part = self._make_part_of_running_text(position)
+            else:
+                self._part = self._make_part_of_single_records(position)
         return self._part
 
     def _make_part_of_single_records(self, position: int) -> WindowPart:

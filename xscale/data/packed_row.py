@@ -61,8 +61,8 @@ class Row:
     language_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The languages and pairs whose losses are reported separately, by stream."""
     group_of_target: dict[MetricKey, Any] = field(default_factory=dict)
-    """By `loss_key`, for the terms that are reported by language: the index of each target's language or pair in the
-    stream's `language_groups`, or len(language_groups) if it is none of them [T], int64."""
+    """`loss_key` of a term that is reported by language -> the index of each target's language or pair in the stream's
+    `language_groups`, or len(language_groups) if it is none of them [T], int64."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)

@@ -267,15 +267,18 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
     UserError if one file has more lines, or if there is no pair."""
     first_lines = aer.read_all_lines(first)[:limit]
     second_lines = aer.read_all_lines(second)[:limit]
-    pairs: list[tuple[str, ...]] = [
-        pair for pair in zip(first_lines, second_lines, strict=False) if all(map(str.strip, pair))
-    ]
-    if len(first_lines) != len(second_lines) or not pairs:
+    if not 0 < len(first_lines) == len(second_lines):
         raise UserError(
             f"the number of lines is {len(first_lines):,} in {first} and {len(second_lines):,} in {second}; line n of "
             "one file must be the translation of line n of the other. Correct one of the two files, or move the wrong "
             "file to another folder"
         )
+    pairs = list[tuple[str, ...]]()
+    for sentence, translation in zip(first_lines, second_lines, strict=True):
+        if sentence.strip() and translation.strip():
+            pairs.append((sentence, translation))
+    if not pairs:
+        raise UserError(f"no line has text both in {first} and in {second}. Correct one of the two files")
     return pairs
 
 
@@ -285,7 +288,8 @@ def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow
             "task aer needs word alignments made by hand. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS"
         )
     rows = []
-    for pair, *names in dict.fromkeys(map(tuple, args.aer)):
+    different = dict.fromkeys(map(tuple, args.aer))  # in the order of the command line
+    for pair, *names in different:
         langs = split_pair_name(pair, languages_of(sources))
         paths = list(map(Path, names))
         if langs is None or not 1 <= len(paths) <= 2:

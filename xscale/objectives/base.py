@@ -101,9 +101,9 @@ class Parts:
 
     encoder: Encoder
     heads: Any = None
-    """What the objective's function `heads` has returned: its own trainable module, or None."""
+    """The result of the objective's function `heads`: its own trainable module, or None."""
     auxiliary_state: Any = None
-    """What the objective's function `auxiliary_state` has returned, or None."""
+    """The result of the objective's function `auxiliary_state`, or None."""
 
 
 def step_loss_share(losses_V: Tensor, own_n: Tensor) -> Tensor:
