@@ -61,7 +61,7 @@ class InMemory(Source):
         self.index_of_all["offset"] = np.cumsum(lengths)
         self.documents = np.flatnonzero(self.index_of_all["length"][:most] < FOLLOWS)
 
-    def entries(self, shard: int) -> np.ndarray:
+    def index_entries(self, shard: int) -> np.ndarray:
         return self.index_of_all[self.documents[shard % len(self.documents)] :][: self.counts[shard]]
 
 

@@ -55,3 +55,9 @@ def test_benchmarks_start_as_their_first_lines_say() -> None:
     """`python benchmarks/X.py` finds its own folder, not the package `benchmarks`."""
     for path in sorted((launch.ROOT / "benchmarks").glob("*.py")):
         assert "from benchmarks" not in path.read_text(encoding="utf-8"), path
+
+
+def test_the_benchmark_of_planning_for_a_thousand_ranks_runs() -> None:
+    folders = f"{launch.ROOT}:{launch.ROOT}/benchmarks"
+    cells = run(sys.executable, "-c", "import scale; print(*scale.planning_cells('mono', 1, 1024))", PYTHONPATH=folders)
+    assert all(float(cell.replace(",", "")) >= 0 for cell in cells.split()) and len(cells.split()) == 4
